@@ -1,0 +1,118 @@
+"""The learner: sample, reanalyze, targets, gradient, priorities. One pure update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from muzerox import replay, returns
+from muzerox.config import Config
+from muzerox.precision import LossScale, adjust_loss_scale, make_loss_scale
+from muzerox.reanalyze import reanalyze
+from muzerox.replay import ReplayState, Sample
+from muzerox.types import Algorithm, Batch, EnvSpec, LossOutput, Metrics, Params
+
+
+class LearnerState(struct.PyTreeNode):
+    """Everything an update changes besides priorities."""
+
+    params: Params  # float32
+    target_params: Params  # float32, a copy of params made every ``train.target_period`` updates
+    opt_state: Any  # holds the learning rate as an array: changing it does not recompile
+    loss_scale: LossScale
+    updates: jax.Array  # [] int32, made or skipped
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW after clipping by global norm; its rates are in the state."""
+    train = config.train
+    adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=train.learning_rate, weight_decay=train.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(train.max_grad_norm), adamw)
+
+
+def init_learner(key: jax.Array, config: Config, algorithm: Algorithm) -> LearnerState:
+    """Fresh parameters; the target network equals them."""
+    params = algorithm.init(key)
+    return LearnerState(params=params, target_params=jax.tree.map(jnp.copy, params),
+                        opt_state=make_optimizer(config).init(params),
+                        loss_scale=make_loss_scale(config.precision), updates=jnp.int32(0))
+
+
+def make_batch(key: jax.Array, config: Config, spec: EnvSpec, algorithm: Algorithm, target_params: Params,
+               state: ReplayState, start: Sample) -> Batch:
+    """Reads what the loss needs of the sequences at ``start``; reanalyzes their configured share."""
+    train = config.train
+    unroll = train.unroll_steps
+    storage = state.storage
+    window = (storage.action, storage.reward, storage.terminated, storage.truncated)
+    action, reward, terminated, truncated = replay.read(window, start, jnp.arange(unroll + train.td_steps))
+    boot = returns.n_step(reward, terminated, truncated, discount=train.discount * spec.sign, n=train.td_steps)
+    absorbing, unknown = returns.unroll_masks(terminated[:, :unroll], truncated[:, :unroll])
+
+    bootstrap_observation = replay.read(storage.observation, start, boot.row)
+    if storage.final_observation is not None:
+        final = replay.read(storage.final_observation, start, boot.row)
+        use_final = boot.use_final.reshape(boot.use_final.shape + (1,) * (final.ndim - 2))
+        bootstrap_observation = jnp.where(use_final, final, bootstrap_observation)
+
+    positions = jnp.arange(unroll + 1)
+    policy = replay.read(storage.policy, start, positions)
+    if config.reanalyzed:
+        chosen = Sample(*(x[: config.reanalyzed] for x in start))
+        observation, legal = replay.read((storage.observation, storage.legal), chosen, positions)
+        policy = reanalyze(key, algorithm, target_params, policy, observation, legal)
+
+    return Batch(observation=replay.read(storage.observation, start, jnp.zeros(1, jnp.int32))[:, 0], action=action[:, :unroll],
+                 reward=jnp.where(absorbing[:, :-1], 0.0, reward[:, :unroll]), policy=policy,
+                 partial_return=boot.partial_return, bootstrap_weight=boot.weight, bootstrap_observation=bootstrap_observation,
+                 absorbing=absorbing, unknown=unknown, importance=start.importance)
+
+
+def make_update(config: Config, spec: EnvSpec, algorithm: Algorithm) -> Callable[
+        [jax.Array, LearnerState, ReplayState], tuple[LearnerState, ReplayState, Metrics]]:
+    """``update(key, learner, replay) -> (learner, replay, metrics)``: one step of the optimizer.
+
+    A gradient that is not finite leaves parameters, optimizer state and priorities as they were, counts in the metric
+    ``skipped`` and, with a dynamic loss scale, halves it.
+    """
+    optimizer = make_optimizer(config)
+    train = config.train
+
+    def update(key: jax.Array, learner: LearnerState, ring: ReplayState) -> tuple[LearnerState, ReplayState, Metrics]:
+        key_sample, key_search = jax.random.split(key)
+        start = replay.sample(config.replay, key_sample, ring, train.batch_size, config.sequence_length)
+        batch = make_batch(key_search, config, spec, algorithm, learner.target_params, ring, start)
+        targets = algorithm.targets(learner.target_params, batch)
+        scale = learner.loss_scale.scale
+
+        def scaled_loss(params: Params) -> tuple[jax.Array, LossOutput]:
+            output = algorithm.loss(params, batch, targets)
+            return jnp.mean(output.loss * batch.importance) * scale, output
+
+        grads, output = jax.grad(scaled_loss, has_aux=True)(learner.params)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(grad_norm)
+        changes, opt_state = optimizer.update(grads, learner.opt_state, learner.params)
+        params = optax.apply_updates(learner.params, changes)
+        updates = learner.updates + 1
+        params, opt_state = _select(finite, (params, opt_state), (learner.params, learner.opt_state))
+        learner = LearnerState(
+            params=params, target_params=_select(updates % train.target_period == 0, params, learner.target_params),
+            opt_state=opt_state, loss_scale=adjust_loss_scale(config.precision, learner.loss_scale, finite), updates=updates)
+        error = jnp.where(finite, output.priority, 0.0)
+        ring = jax.lax.cond(finite, lambda r: replay.update_priority(config.replay, r, start, error), lambda r: r, ring)
+        metrics = {**output.metrics, "loss": jnp.mean(output.loss), "grad_norm": grad_norm, "loss_scale": scale,
+                   "skipped": (~finite).astype(jnp.float32)}
+        return learner, ring, metrics
+
+    return update
+
+
+def _select(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)

@@ -1,0 +1,74 @@
+"""Torsos: the bodies of the three networks, without their heads.
+
+Each torso maps a float array with one batch axis to another; ``dtype`` is the dtype of matrix products and
+activations, parameters are float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class MLP(nnx.Module):
+    """[B, inputs] -> [B, width]: ``depth`` linear layers, each normalised and rectified."""
+
+    def __init__(self, inputs: int, width: int, depth: int, *, dtype: str, rngs: nnx.Rngs):
+        sizes = [inputs] + [width] * depth
+        self.layers = nnx.List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = jax.nn.relu(layer(x))
+        return x
+
+
+class ResidualBlock(nnx.Module):
+    """[B, H, W, C] -> [B, H, W, C]: pre-activation block of two 3x3 convolutions (He et al., arXiv:1603.05027).
+
+    Layer normalisation over channels instead of batch normalisation: no running statistics, so acting, learning and
+    reanalysis see the same function.
+    """
+
+    def __init__(self, channels: int, *, dtype: str, rngs: nnx.Rngs):
+        def conv() -> nnx.Conv:
+            return nnx.Conv(channels, channels, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
+
+        self.norm_in = nnx.LayerNorm(channels, dtype=dtype, rngs=rngs)
+        self.conv_in = conv()
+        self.norm_out = nnx.LayerNorm(channels, dtype=dtype, rngs=rngs)
+        self.conv_out = conv()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.conv_in(jax.nn.relu(self.norm_in(x)))
+        return x + self.conv_out(jax.nn.relu(self.norm_out(y)))
+
+
+class ResNet(nnx.Module):
+    """[B, H, W, inputs] -> [B, H, W, channels]: a 3x3 stem and ``depth`` residual blocks."""
+
+    def __init__(self, inputs: int, channels: int, depth: int, *, dtype: str, rngs: nnx.Rngs):
+        self.stem = nnx.Conv(inputs, channels, (3, 3), dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List([ResidualBlock(channels, dtype=dtype, rngs=rngs) for _ in range(depth)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def scale_hidden(x: jax.Array) -> jax.Array:
+    """Each example's hidden state to [0, 1] by its minimum and maximum, float32 (MuZero, appendix G)."""
+    x = x.astype(jnp.float32)
+    axes = tuple(range(1, x.ndim))
+    low, high = jnp.min(x, axes, keepdims=True), jnp.max(x, axes, keepdims=True)
+    return (x - low) / jnp.maximum(high - low, 1e-5)
+
+
+def flatten(x: jax.Array) -> jax.Array:
+    """[B, ...] -> [B, prod(...)]."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))

@@ -1,0 +1,117 @@
+"""Anakin: environments, search, replay and learner in one program on the device (Hessel et al., arXiv:2104.06272).
+
+A dispatch fuses ``runtime.loop_count`` updates. Before each update every environment makes the steps that are due to
+keep the replay ratio, so ``loop_count`` changes how often the host is asked and nothing that is learnt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from muzerox import replay
+from muzerox.config import Config
+from muzerox.learner import LearnerState, init_learner, make_update
+from muzerox.replay import ReplayState
+from muzerox.runtimes import placement
+from muzerox.selfplay import ActorState, EpisodeStats, init_actors, make_act
+from muzerox.types import Algorithm, Environment, Metrics, Report, Runtime
+
+
+class RunState(struct.PyTreeNode):
+    """Everything training is made of; saved and restored whole."""
+
+    key: jax.Array  # [] typed key, never consumed: streams are fold_in(key, counter)
+    learner: LearnerState
+    actors: ActorState
+    replay: ReplayState
+    rows: jax.Array  # [] int32, steps every environment has made
+    credit: jax.Array  # [] int32, earned and not yet spent, in the unit of ``_pace``
+
+
+def _pace(config: Config) -> tuple[int, int, int]:
+    """Whole numbers that keep the replay ratio exactly: what an update earns, what a row costs, what is earned first.
+
+    With ratio p/q, an update of B samples pays for B q / (E p) rows: it earns B q, and a row costs E p.
+    """
+    ratio = config.replay_ratio
+    earned, cost = config.train.batch_size * ratio.denominator, config.runtime.num_envs * ratio.numerator
+    shared = math.gcd(earned, cost)
+    first = max(math.ceil(config.replay.min_size / config.runtime.num_envs), config.sequence_length)
+    return earned // shared, cost // shared, first
+
+
+def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
+    """The Anakin runtime. Raises ConfigError when the mesh needs more devices than there are."""
+    mesh = placement.make_mesh(config.runtime.num_devices)
+    num_envs, loop_count = config.runtime.num_envs, config.runtime.loop_count
+    earned, cost, first_rows = _pace(config)
+    act, update = make_act(env, algorithm), make_update(config, env.spec, algorithm)
+
+    def init(key: jax.Array) -> RunState:
+        key_params, key_envs, key_run = jax.random.split(key, 3)
+        learner = init_learner(key_params, config, algorithm)
+        actors = init_actors(key_envs, env, num_envs)
+        # Only the shape of a row is wanted: nothing is acted here.
+        row = jax.eval_shape(act, key_run, learner.params, actors, EpisodeStats.zero())[2]
+        example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), row)
+        return RunState(key=key_run, learner=learner, actors=actors, replay=replay.init(config.replay, example),
+                        rows=jnp.int32(0), credit=jnp.int32(0))
+
+    def play(state: RunState, stats: EpisodeStats) -> tuple[RunState, EpisodeStats]:
+        """Every environment makes the steps due before the next update."""
+        key = jax.random.fold_in(state.key, 0)
+
+        def step(_: jax.Array, carry: tuple) -> tuple:
+            actors, ring, rows, stats = carry
+            actors, stats, row = act(jax.random.fold_in(key, rows), state.learner.params, actors, stats)
+            return actors, replay.add(ring, row), rows + 1, stats
+
+        is_first = state.rows == 0
+        due = jnp.where(is_first, first_rows, state.credit // cost)
+        actors, ring, rows, stats = jax.lax.fori_loop(0, due, step, (state.actors, state.replay, state.rows, stats))
+        credit = jnp.where(is_first, 0, state.credit % cost)
+        return state.replace(actors=actors, replay=ring, rows=rows, credit=credit), stats
+
+    def iteration(carry: tuple[RunState, EpisodeStats], _: None) -> tuple[tuple[RunState, EpisodeStats], Metrics]:
+        state, stats = play(*carry)
+        key = jax.random.fold_in(jax.random.fold_in(state.key, 1), state.learner.updates)
+        learner, ring, metrics = update(key, state.learner, state.replay)
+        return (state.replace(learner=learner, replay=ring, credit=state.credit + earned), stats), metrics
+
+    def dispatch(state: RunState) -> tuple[RunState, EpisodeStats, Metrics]:
+        (state, stats), metrics = jax.lax.scan(iteration, (state, EpisodeStats.zero()), None, length=loop_count)
+        return state, stats, metrics
+
+    example = jax.eval_shape(init, jax.random.key(0))
+    shardings = placement.replicate(mesh, example).replace(
+        actors=placement.split_axis(mesh, example.actors, 0), replay=placement.split_axis(mesh, example.replay, 1))
+    jit_init = jax.jit(init, out_shardings=shardings)
+    jit_dispatch = jax.jit(dispatch, donate_argnums=0, in_shardings=(shardings,), out_shardings=(shardings, None, None))
+
+    def run(state: RunState, n: int) -> tuple[RunState, Report]:
+        outputs: list[tuple[EpisodeStats, Metrics]] = []
+        for _ in range(n):
+            state, stats, metrics = jit_dispatch(state)
+            outputs.append((stats, metrics))
+        return state, _report(num_envs, state, jax.device_get(outputs))
+
+    return Runtime(jit_init, run)
+
+
+def _report(num_envs: int, state: RunState, outputs: list[Any]) -> Report:
+    episodes = sum(int(stats.count) for stats, _ in outputs)
+    metrics = {name: np.concatenate([m[name] for _, m in outputs]) for name in outputs[0][1]}
+    skipped = metrics.pop("skipped")
+    finite = skipped == 0  # a skipped update has no loss worth averaging
+    return Report(
+        env_steps=int(state.rows) * num_envs, updates=int(state.learner.updates), episodes=episodes,
+        mean_return=sum(float(stats.return_sum) for stats, _ in outputs) / episodes if episodes else None,
+        mean_length=sum(int(stats.length_sum) for stats, _ in outputs) / episodes if episodes else None,
+        skipped_updates=int(skipped.sum()),
+        metrics={name: float(values[finite].mean()) for name, values in metrics.items() if finite.any()})

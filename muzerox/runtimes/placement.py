@@ -1,0 +1,34 @@
+"""Meshes and shardings: which part of a state lies on which device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from muzerox.errors import ConfigError
+
+AXIS = "data"  # environments, replay columns and batches are split over it
+
+
+def make_mesh(num_devices: int) -> Mesh:
+    """A mesh of the first ``num_devices`` devices. Raises ConfigError when there are fewer."""
+    devices = jax.devices()
+    if num_devices > len(devices):
+        raise ConfigError("runtime.num_devices", num_devices, f"this machine has {len(devices)}", len(devices))
+    return Mesh(devices[:num_devices], (AXIS,))
+
+
+def split_axis(mesh: Mesh, tree: Any, axis: int) -> Any:
+    """Shardings that split ``axis`` of every leaf over the mesh and copy leaves that lack it."""
+    def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        if len(leaf.shape) <= axis:
+            return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
+    return jax.tree.map(sharding, tree)
+
+
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """Shardings that copy every leaf to every device."""
+    return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)

@@ -1,0 +1,49 @@
+"""Signed-hyperbolic value transform and two-hot categorical encoding.
+
+The transform is from Pohlen et al., Observe and Look Further (arXiv:1805.11593); the categorical representation of
+values and rewards is from MuZero (Schrittwieser et al., arXiv:1911.08265, appendix F).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+EPSILON = 1e-3
+
+
+def signed_hyperbolic(x: jax.Array) -> jax.Array:
+    """sign(x) (sqrt(|x| + 1) - 1) + 0.001 x, elementwise, float32."""
+    return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1.0) - 1.0) + EPSILON * x
+
+
+def signed_parabolic(x: jax.Array) -> jax.Array:
+    """The inverse of :func:`signed_hyperbolic`, elementwise, float32."""
+    # The root u of e u^2 + u = |x| + 1 + e, then u^2 - 1 = (u - 1)(u + 1) with u - 1 written so that float32 does not
+    # cancel near 0.
+    a = jnp.abs(x)
+    root = jnp.sqrt(1.0 + 4.0 * EPSILON * (a + 1.0 + EPSILON))
+    u = 2.0 * (a + 1.0 + EPSILON) / (root + 1.0)
+    return jnp.sign(x) * (2.0 * a / (root + 1.0 + 2.0 * EPSILON)) * (u + 1.0)
+
+
+def make_support(bound: float, num_bins: int) -> jax.Array:
+    """[num_bins] float32: evenly spaced in transformed space, from -h(bound) to h(bound)."""
+    edge = signed_hyperbolic(jnp.float32(bound))
+    return jnp.linspace(-edge, edge, num_bins, dtype=jnp.float32)
+
+
+def two_hot(x: jax.Array, bound: float, num_bins: int) -> jax.Array:
+    """Scalars [...] to distributions [..., num_bins] over the two nearest bins; clipped to the bound."""
+    edge = signed_hyperbolic(jnp.float32(bound))
+    position = (jnp.clip(signed_hyperbolic(x.astype(jnp.float32)), -edge, edge) + edge) / (2.0 * edge) * (num_bins - 1)
+    # A hat function a bin: 1 at the bin, 0 one bin away, linear between.
+    distance = jnp.abs(jnp.expand_dims(position, -1) - jnp.arange(num_bins, dtype=jnp.float32).reshape((1,) * x.ndim + (-1,)))
+    return jnp.maximum(0.0, 1.0 - distance)
+
+
+def expected_value(logits: jax.Array, bound: float) -> jax.Array:
+    """Logits [..., num_bins] to scalars [...] float32: the inverse transform of the mean over the support."""
+    support = make_support(bound, logits.shape[-1])
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    return signed_parabolic(jnp.sum(probabilities * support.reshape((1,) * (logits.ndim - 1) + (-1,)), axis=-1))

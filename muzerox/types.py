@@ -1,0 +1,161 @@
+"""Records that travel between the parts, and the names of the axes.
+
+Axes, defined here once: E environments, B sequences of a batch, C rows of the replay ring, L rows of a window,
+K unroll steps, N simulations, A actions, R reanalyzed sequences. ``...`` stands for the shape of an observation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from flax import struct
+
+Params = Any  # nested dict of arrays
+Metrics = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvSpec:
+    """What an agent must know about an environment. Hashable, static under jit."""
+
+    id: str
+    observation_shape: tuple[int, ...]
+    observation_dtype: str  # dtype observations are stored in; networks convert
+    num_actions: int
+    num_players: int = 1  # 2: zero-sum, strictly alternating turns
+    has_legal: bool = False  # False: every action is always legal
+    can_truncate: bool = False
+
+    @property
+    def sign(self) -> int:
+        """What a value is multiplied by when the turn passes: -1 with two players, else 1."""
+        return -1 if self.num_players == 2 else 1
+
+
+class TimeStep(struct.PyTreeNode):
+    """What an environment shows after reset or step; leaves have no batch axis unless vmapped.
+
+    ``reward``, ``terminated``, ``truncated`` and ``final_observation`` speak of the step just made (zeros and the
+    first observation after reset). ``observation``, ``legal`` and ``player`` speak of the decision to take now: under
+    ``auto_reset`` they belong to the next episode when this one ended.
+    """
+
+    observation: jax.Array  # [...] seen by the player to move
+    reward: jax.Array  # [] float32, to the player who acted
+    terminated: jax.Array  # [] bool, the episode ended by its own rules: the value of what follows is 0
+    truncated: jax.Array  # [] bool, the episode was cut: the value of what follows is not 0
+    final_observation: jax.Array  # [...] observation the step led to, before any reset
+    legal: jax.Array  # [A] bool
+    player: jax.Array  # [] int32, the player to move
+
+    @property
+    def ended(self) -> jax.Array:
+        """[] bool: terminated or truncated."""
+        return self.terminated | self.truncated
+
+
+class Environment(NamedTuple):
+    """A JAX environment: pure functions for one instance; vmap for more.
+
+    ``reset(key) -> (state, TimeStep)`` and ``step(key, state, action) -> (state, TimeStep)``.
+    """
+
+    spec: EnvSpec
+    reset: Callable[[jax.Array], tuple[Any, TimeStep]]
+    step: Callable[[jax.Array, Any, jax.Array], tuple[Any, TimeStep]]
+
+
+class Transition(struct.PyTreeNode):
+    """One row of the replay ring: a decision and its consequence. Leaves lead with [E] or [C, E]."""
+
+    observation: jax.Array  # [...] before the action
+    action: jax.Array  # int32
+    reward: jax.Array  # float32, to the player who acted
+    terminated: jax.Array  # bool
+    truncated: jax.Array  # bool
+    policy: jax.Array  # [A] float32, the search's improved policy
+    legal: jax.Array | None  # [A] bool, absent when every action is always legal
+    final_observation: jax.Array | None  # [...], absent when the environment never truncates
+
+
+class Decision(struct.PyTreeNode):
+    """What a search decided for a batch of observations."""
+
+    action: jax.Array  # [B] int32
+    policy: jax.Array  # [B, A] float32, improved policy
+    value: jax.Array  # [B] float32, searched value for the player to move
+
+
+class Batch(struct.PyTreeNode):
+    """What a loss is computed from."""
+
+    observation: jax.Array  # [B, ...]
+    action: jax.Array  # [B, K] int32
+    reward: jax.Array  # [B, K] float32, zero in absorbing states
+    policy: jax.Array  # [B, K+1, A] float32
+    partial_return: jax.Array  # [B, K+1] float32, discounted rewards up to the bootstrap
+    bootstrap_weight: jax.Array  # [B, K+1] float32, signed discount of the bootstrap value; 0 after termination
+    bootstrap_observation: jax.Array  # [B, K+1, ...]
+    absorbing: jax.Array  # [B, K+1] bool, the episode terminated before this position
+    unknown: jax.Array  # [B, K+1] bool, the episode was truncated before this position: nothing to learn
+    importance: jax.Array  # [B] float32, importance weights, largest 1
+
+
+class Targets(struct.PyTreeNode):
+    """What the unrolled model is fitted to, and where (masks are 1 where the loss counts)."""
+
+    policy: jax.Array  # [B, K+1, A] float32
+    value: jax.Array  # [B, K+1] float32
+    reward: jax.Array  # [B, K] float32
+    policy_mask: jax.Array  # [B, K+1] float32
+    value_mask: jax.Array  # [B, K+1] float32
+    reward_mask: jax.Array  # [B, K] float32
+
+
+class LossOutput(struct.PyTreeNode):
+    """Per-example loss; the learner applies importance weights and the loss scale."""
+
+    loss: jax.Array  # [B] float32
+    priority: jax.Array  # [B] float32, absolute value error at the root
+    metrics: Metrics  # scalars
+
+
+class Algorithm(NamedTuple):
+    """A variant of MuZero as a record of functions; see ``muzerox.algorithms``.
+
+    init(key) -> params
+    act(key, params, observation [B, ...], legal [B, A] or None, explore) -> Decision
+    value(params, observation [B, ...]) -> [B] float32, the network's own value
+    targets(params, batch) -> Targets
+    loss(params, batch, targets) -> LossOutput
+    """
+
+    init: Callable[[jax.Array], Params]
+    act: Callable[..., Decision]
+    value: Callable[[Params, jax.Array], jax.Array]
+    targets: Callable[[Params, Batch], Targets]
+    loss: Callable[[Params, Batch, Targets], LossOutput]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a call of ``Runtime.run`` did, on the host."""
+
+    env_steps: int  # transitions collected since the start of training, summed over environments
+    updates: int  # learner updates since the start of training
+    episodes: int  # episodes that ended during this call
+    mean_return: float | None  # of those episodes; absent when none ended
+    mean_length: float | None  # steps
+    skipped_updates: int  # updates of this call left out because a gradient was not finite
+    metrics: dict[str, float]  # means over the updates of this call
+
+
+class Runtime(NamedTuple):
+    """Where training runs. ``init(key) -> state``; ``run(state, n) -> (state, Report)`` makes n dispatches of
+    ``runtime.loop_count`` updates each; ``state`` is donated."""
+
+    init: Callable[[jax.Array], Any]
+    run: Callable[[Any, int], tuple[Any, Report]]
