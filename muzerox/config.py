@@ -242,6 +242,14 @@ class Config(_Section):
             _set_path(tree, dotted, item)
         return Config.from_dict(tree)
 
+    def merge(self, tree: Mapping[str, Any]) -> Config:
+        """A copy with the keys of a nested dictionary, such as a TOML file's, over these. Raises ConfigError."""
+        merged = self.to_dict()
+        for name, value in tree.items():
+            both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
+            merged[name] = {**merged[name], **value} if both else value
+        return Config.from_dict(merged)
+
     def to_dict(self, *, keep_none: bool = False) -> dict[str, Any]:
         """Nested plain dictionary; absent (None) values are left out unless ``keep_none``."""
         def strip(tree: dict[str, Any]) -> dict[str, Any]:

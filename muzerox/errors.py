@@ -38,3 +38,7 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return close[0] if close else None
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on, through no fault of its inputs' form; ``str(error)`` is one line."""

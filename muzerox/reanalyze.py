@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from muzerox.types import Algorithm, Params
 
 
-def reanalyze(key: jax.Array, algorithm: Algorithm, params: Params, policy: jax.Array, observation: jax.Array,
+def refresh_policy(key: jax.Array, algorithm: Algorithm, params: Params, policy: jax.Array, observation: jax.Array,
               legal: jax.Array | None) -> jax.Array:
     """Replaces the policy targets of the first R sequences of a batch.
 

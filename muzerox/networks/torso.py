@@ -19,10 +19,11 @@ class MLP(nnx.Module):
     def __init__(self, inputs: int, width: int, depth: int, *, dtype: str, rngs: nnx.Rngs):
         sizes = [inputs] + [width] * depth
         self.layers = nnx.List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)])
+        self.norms = nnx.List([nnx.LayerNorm(b, dtype=dtype, rngs=rngs) for b in sizes[1:]])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = jax.nn.relu(layer(x))
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = jax.nn.relu(norm(layer(x)))
         return x
 
 

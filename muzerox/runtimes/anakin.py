@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 
 from muzerox import replay
+from muzerox.compilation import compile_beside
 from muzerox.config import Config
 from muzerox.learner import LearnerState, init_learner, make_update
 from muzerox.replay import ReplayState
@@ -94,10 +95,13 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     jit_init = jax.jit(init, out_shardings=shardings)
     jit_dispatch = jax.jit(dispatch, donate_argnums=0, in_shardings=(shardings,), out_shardings=(shardings, None, None))
 
+    compiled = compile_beside(jit_dispatch, example)
+
     def run(state: RunState, n: int) -> tuple[RunState, Report]:
+        state = jax.device_put(state, shardings)  # moves nothing unless the state was just restored
         outputs: list[tuple[EpisodeStats, Metrics]] = []
         for _ in range(n):
-            state, stats, metrics = jit_dispatch(state)
+            state, stats, metrics = compiled()(state)
             outputs.append((stats, metrics))
         return state, _report(num_envs, state, jax.device_get(outputs))
 

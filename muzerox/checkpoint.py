@@ -1,0 +1,119 @@
+"""Checkpoints of a run by orbax: atomic, no pickle, written while training goes on.
+
+``checkpoints/<updates>/`` holds two items: ``agent``, the parameters alone, and ``state``, everything training is made
+of, replay included. A checkpoint counts as saved once :meth:`Checkpoints.finished` returns it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muzerox.errors import CheckpointError
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _to_host(tree: Any) -> Any:
+    """Copies that later donation of the device's buffers cannot touch; keys as their data."""
+    return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if _is_key(x) else x), tree)
+
+
+def _template(tree: Any) -> Any:
+    """Host arrays of the right shapes and dtypes for ``tree`` of arrays or ShapeDtypeStructs."""
+    def leaf(x: Any) -> np.ndarray:
+        x = jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
+        return np.empty(x.shape, x.dtype)
+    return jax.tree.map(leaf, tree)
+
+
+def _to_device(saved: Any, like: Any) -> Any:
+    def leaf(x: np.ndarray, target: Any) -> jax.Array:
+        # A copy: on CPU an array may share its host buffer, which donation must not hand on.
+        return jax.random.wrap_key_data(jnp.array(x)) if _is_key(target) else jnp.array(x, copy=True)
+    return jax.tree.map(leaf, saved, like)
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    Args:
+      directory: the run's ``checkpoints`` folder.
+      writable: opening for writing creates the folder and removes what killed saves left behind.
+      keep: checkpoints kept, newest first.
+    """
+
+    def __init__(self, directory: Path, *, writable: bool, keep: int = 2):
+        import orbax.checkpoint as ocp  # slow to import, and not every use of the package needs it
+
+        self._ocp = ocp
+        self.directory = directory.resolve()
+        self._pending: list[int] = []
+        if writable:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep if writable else None, create=False, read_only=not writable,
+                                               enable_async_checkpointing=writable)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def latest(self) -> int | None:
+        """The newest saved step; None when there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, params: Any) -> None:
+        """Starts to save; returns once the values are copied. Raises CheckpointError when the disk refuses."""
+        ocp = self._ocp
+        try:
+            self._manager.save(step, args=ocp.args.Composite(
+                agent=ocp.args.StandardSave(_to_host(params)), state=ocp.args.StandardSave(_to_host(state))))
+        except OSError as error:
+            raise CheckpointError(str(self.directory), None, f"cannot be written: {error.strerror or error}") from error
+        self._pending.append(step)
+
+    def finished(self, *, wait: bool = False) -> list[int]:
+        """Steps whose save has completed since the last call; with ``wait``, blocks until all have."""
+        if wait:
+            self._manager.wait_until_finished()
+        if not self._pending or self._manager.is_saving_in_progress():
+            return []
+        done, self._pending = self._pending, []
+        return done
+
+    def restore_state(self, like: Any) -> Any:
+        """The newest state, shaped like ``like`` (arrays or ShapeDtypeStructs). Raises CheckpointError."""
+        return self._restore("state", like)
+
+    def restore_params(self, like: Any) -> Any:
+        """The newest parameters. Raises CheckpointError."""
+        return self._restore("agent", like)
+
+    def _restore(self, item: str, like: Any) -> Any:
+        step = self.latest()
+        if step is None:
+            raise CheckpointError(str(self.directory), None, "holds no checkpoint")
+        path = self.directory / str(step) / item
+        try:
+            restored = self._manager.restore(step, args=self._ocp.args.Composite(
+                **{item: self._ocp.args.StandardRestore(_template(like))}))[item]
+        except Exception as error:  # orbax raises many kinds on a damaged folder; all mean the same to the user
+            older = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and int(p.name) < step)
+            hint = f"; delete the folder {path.parent} to go on from step {older[-1]}" if older else ""
+            raise CheckpointError(str(path), None, f"is corrupt or does not fit this configuration ({_first_line(error)}){hint}") from error
+        return _to_device(restored, like)
+
+    def close(self) -> None:
+        """Waits for saves under way and releases threads."""
+        self._manager.close()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -1,0 +1,178 @@
+"""The ``muzerox`` command: a thin layer over the Python API.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr), 130 stopped by a signal after saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from muzerox import config_io
+from muzerox.commands import Command, make_parser
+from muzerox.config import Config, paths
+from muzerox.errors import ConfigError, RunFailed, UserError
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that make a configuration; they mean the same in every command."""
+    parser.add_argument("--env", metavar="SUITE:NAME", help="environment, such as gymnax:CartPole-v1 or pgx:tic_tac_toe")
+    parser.add_argument("--config", metavar="FILE.toml", help="configuration file; missing keys take the environment's preset")
+    parser.add_argument("--set", metavar="PATH=VALUE", action="append", default=[], dest="assignments",
+                        help="one key of the configuration, such as search.num_simulations=32; repeatable")
+    parser.add_argument("--seed", type=int, help="seed of every random stream (default 0)")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--json``, which means the same in every command."""
+    parser.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout and nothing else there")
+
+
+def make_config(args: argparse.Namespace) -> Config:
+    """Preset, then file, then options, each over the last. Raises ConfigError."""
+    tree = config_io.read_tree(args.config) if args.config else {}
+    env = args.env or tree.get("env") or Config().env
+    if not isinstance(env, str):
+        raise ConfigError("env", env, "must be text such as gymnax:CartPole-v1")
+    config = Config.preset(env).merge({**tree, "env": env})
+    changes = dict(config_io.parse_assignment(text) for text in args.assignments)
+    if args.seed is not None:
+        changes["seed"] = args.seed
+    return config.replace(changes)
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--out", metavar="DIR", help="new directory of the run (default runs/<environment>-<seed>-<time>)")
+    parser.add_argument("--resume", metavar="DIR", help="continue the run in DIR; of the other options only --set of "
+                                                        "train.max_env_steps, target_return, eval_* and checkpoint_period apply")
+    add_output_arguments(parser)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from muzerox import training
+    from muzerox.run_dir import RunDir
+
+    if args.resume:
+        for option in ("env", "config", "seed", "out"):
+            if getattr(args, option) is not None:
+                raise UserError(f"--{option}", getattr(args, option), "cannot be given with --resume, which takes it from the run")
+        changes = dict(config_io.parse_assignment(text) for text in args.assignments)
+        if RunDir(args.resume).result() is not None and not changes:
+            print(f"{args.resume} has already finished; train on with --set train.max_env_steps=N", file=sys.stderr)
+        result = training.resume(args.resume, changes=changes)
+    else:
+        result = training.train(make_config(args), args.out)
+    if args.json:
+        print(json.dumps(result.to_dict()))
+    else:
+        from muzerox.report import print_table
+
+        print_table(f"muzerox train: {result.out}", _train_rows(result))
+    if not result.finished:
+        print(f"stopped and saved; continue with: muzerox train --resume {result.out}", file=sys.stderr)
+    return 0 if result.finished else 130
+
+
+def _train_rows(result: Any) -> dict[str, Any]:
+    rows: dict[str, Any] = {"solved": result.solved}
+    if result.mean_return is not None:
+        rows["evaluation"] = f"{result.mean_return:.2f} ± {result.std_return:.2f} over {result.episodes} episodes"
+    rows |= {"environment steps": result.env_steps, "updates": result.updates, "environment steps/s": result.env_steps_per_second,
+             "updates/s": result.updates_per_second, "seconds since process start": result.seconds}
+    if result.first_update_seconds is not None:
+        rows["first update after"] = f"{result.first_update_seconds:.2f} s"
+    rows["seconds by phase"] = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
+    if result.finished:
+        rows["return curve"] = str(Path(result.out) / "return_curve.png")
+    return rows
+
+
+TRAIN = Command(
+    name="train", help="train an agent, or resume a run", add_arguments=_train_arguments, run=_train,
+    description="""Trains until train.max_env_steps, or until an evaluation reaches train.target_return.
+
+  muzerox train --env gymnax:CartPole-v1 --out runs/cartpole
+  muzerox train --env pgx:connect_four --set search.num_simulations=32 --seed 1
+  muzerox train --resume runs/cartpole
+
+DIR then holds config.toml, metrics.jsonl, return_curve.png, tensorboard/ and checkpoints/. Ctrl-C saves and stops.""")
+
+
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="DIR", help="directory of a run")
+    parser.add_argument("--episodes", type=int, default=64, metavar="N", help="episodes to play (default 64)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the episodes (default 0)")
+    parser.add_argument("--precision", metavar="LEVEL", help="act at another level than the run was trained at: O0, O1, O1_float16, O2")
+    add_output_arguments(parser)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from muzerox.agent import evaluate_run
+
+    if args.episodes < 1 or args.episodes > 1_000_000:
+        raise UserError("--episodes", args.episodes, "must be from 1 to 1000000", 1 if args.episodes < 1 else 1_000_000)
+    if not 0 <= args.seed < 2**31:
+        raise UserError("--seed", args.seed, "must be from 0 to 2147483647", 0)
+    summary = evaluate_run(args.run_dir, episodes=args.episodes, seed=args.seed, precision=args.precision).to_dict()
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        from muzerox.report import print_table
+
+        print_table(f"muzerox evaluate: {args.run_dir}", summary)
+    return 0
+
+
+EVALUATE = Command(
+    name="evaluate", help="play whole episodes with a trained agent", add_arguments=_evaluate_arguments, run=_evaluate,
+    description="""Plays episodes with search and without exploration, from the newest checkpoint of a run. Two-player games are played
+against uniformly random moves, the agent moving first in every other game.
+
+  muzerox evaluate runs/cartpole --episodes 100 --json""")
+
+
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--envs", action="store_true", help="list every environment id, and those that cannot be served")
+    parser.add_argument("--keys", action="store_true", help="list every configuration key with default, range and meaning")
+    add_output_arguments(parser)
+
+
+def _info(args: argparse.Namespace) -> int:
+    from muzerox import info
+    from muzerox.report import print_table
+
+    sections = {"muzerox": info.versions()}
+    if args.envs:
+        sections |= info.environments()
+    if args.keys:
+        sections["configuration keys"] = {path: info.describe(field) for path, field in paths().items()}
+    if args.json:
+        print(json.dumps({**sections.pop("muzerox"), **sections}))
+    else:
+        for title, rows in sections.items():
+            print_table(title, rows)
+    return 0
+
+
+INFO = Command(name="info", help="devices, versions, environments and configuration keys", add_arguments=_info_arguments, run=_info,
+               description="Shows what this machine offers and what can be configured.\n\n  muzerox info --keys")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        print(f"muzerox {args.command}: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"muzerox {args.command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 0  # whoever read our output has seen enough

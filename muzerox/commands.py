@@ -1,0 +1,80 @@
+"""Subcommands as records, found through the entry-point group ``muzerox.commands``.
+
+A distribution adds a subcommand by an entry point that names a :class:`Command`, and options to an existing one by an
+entry point that names an :class:`Extension`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
+
+from muzerox.errors import nearest_name
+
+GROUP = "muzerox.commands"
+Run = Callable[[argparse.Namespace], int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A subcommand. ``run(args)`` returns the exit code; results go to stdout, everything else to stderr."""
+
+    name: str
+    help: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extension:
+    """Options for another command. ``wrap(run)`` returns the function to run instead; it may call ``run``."""
+
+    extends: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    wrap: Callable[[Run], Run]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line and name the nearest valid choice."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Exits with 2 after one line on stderr."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and "invalid choice" in message:
+                value = message.partition("invalid choice: ")[2].split("'")[1]
+                message = f"command = {value!r}: no such command; nearest valid: {nearest_name(value, action.choices)}"
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def load() -> dict[str, Command]:
+    """Every command by name, extensions applied."""
+    found = [point.load() for point in importlib.metadata.entry_points(group=GROUP)]
+    commands = {item.name: item for item in found if isinstance(item, Command)}
+    for item in found:
+        if isinstance(item, Extension):
+            commands[item.extends] = _extend(commands[item.extends], item)
+    return dict(sorted(commands.items(), key=lambda pair: pair[0]))
+
+
+def _extend(command: Command, extension: Extension) -> Command:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        command.add_arguments(parser)
+        extension.add_arguments(parser)
+
+    return dataclasses.replace(command, add_arguments=add_arguments, run=extension.wrap(command.run))
+
+
+def make_parser() -> Parser:
+    """The ``muzerox`` parser with every command; the chosen one's ``run`` is in the namespace."""
+    parser = Parser(prog="muzerox", description="MuZero in JAX. Train an agent, look at it, use it.",
+                    epilog="example: muzerox train --env gymnax:CartPole-v1 --out runs/cartpole", allow_abbrev=False)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for command in load().values():
+        sub = subparsers.add_parser(command.name, help=command.help, description=command.description, allow_abbrev=False,
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser

@@ -1,0 +1,34 @@
+"""Compiling less: the persistent cache, and compiling beside other work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def home() -> Path:
+    """Where muzerox keeps what outlives a run: ``MUZEROX_HOME``, or ``~/.cache/muzerox``."""
+    return Path(os.environ.get("MUZEROX_HOME") or Path.home() / ".cache" / "muzerox")
+
+
+def enable_cache() -> None:
+    """Keeps compiled programs on disk between processes, unless JAX was already told where."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(home() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def compile_beside(function: Any, *args: Any) -> Callable[[], Any]:
+    """Compiles a jitted function for the shapes of ``args`` in a thread; returns what waits for it.
+
+    XLA compiles without holding Python's lock, so several programs compile on as many cores at once.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+    future: Future[Any] = executor.submit(lambda: function.lower(*args).compile())
+    executor.shutdown(wait=False)
+    return future.result

@@ -1,0 +1,43 @@
+"""What this machine offers and what can be configured."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import jax
+
+from muzerox.compilation import home
+from muzerox.envs import env_ids, unavailable
+
+_PACKAGES = ("muzerox", "jax", "jaxlib", "flax", "mctx", "optax", "orbax-checkpoint", "gymnax", "pgx", "numpy")
+
+
+def versions() -> dict[str, Any]:
+    """Devices and versions."""
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            "backend": jax.default_backend(), "devices": ", ".join(str(device) for device in jax.devices()),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "compilation cache": str(home() / "xla")}
+
+
+def environments() -> dict[str, dict[str, str]]:
+    """Ids that are served by suite, and ids that are not with the reason."""
+    served: dict[str, list[str]] = {}
+    for env_id in env_ids():
+        served.setdefault(env_id.partition(":")[0], []).append(env_id)
+    return {"environments": {suite: " ".join(ids) for suite, ids in served.items()}, "environments not served": unavailable()}
+
+
+def describe(field: dataclasses.Field[Any]) -> str:
+    """One line on a configuration key: default, unit, range, meaning."""
+    meta = field.metadata
+    limits = [f"one of {', '.join(meta['choices'])}" if meta["choices"] else "",
+              f"above {meta['above']:g}" if meta["above"] is not None else "",
+              f"from {meta['low']:g}" if meta["low"] is not None else "",
+              f"to {meta['high']:g}" if meta["high"] is not None else ""]
+    unit = f" {meta['unit']}" if meta["unit"] else ""
+    return f"{field.default}{unit} ({' '.join(x for x in limits if x)}): {meta['doc']}"

@@ -1,0 +1,130 @@
+"""What people see of a run: progress on stderr, metrics.jsonl, TensorBoard, a return curve, closing tables on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from muzerox.config import Config
+from muzerox.run_dir import RunDir
+from muzerox.types import Report
+
+
+class Reporter:
+    """Writes what happens as it happens. Use as a context manager.
+
+    Args:
+      quiet: no progress on stderr.
+      start: environment steps already done, so that the rate counts this process's only.
+    """
+
+    def __init__(self, run: RunDir, config: Config, *, quiet: bool, start: int):
+        from tensorboardX import SummaryWriter
+
+        self._run, self._start = run, start
+        self._file: IO[str] = open(run.metrics_file, "a", encoding="utf-8")
+        self._board = SummaryWriter(str(run.tensorboard))
+        self._console = Console(stderr=True, quiet=quiet)
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[result]}"), TimeRemainingColumn(), console=self._console,
+            disable=quiet or not sys.stderr.isatty(), transient=True)
+        self._task = self._progress.add_task(config.env, total=config.train.max_env_steps, completed=start, rate="", result="")
+        self._last_line = 0.0
+
+    def __enter__(self) -> Reporter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._file.close()
+        self._board.close()
+
+    def say(self, text: str) -> None:
+        """One line on stderr."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def training(self, report: Report, seconds: float, train_seconds: float) -> None:
+        """A training report. ``seconds`` since the start of this process's training, ``train_seconds`` without the rest."""
+        steps_per_second = (report.env_steps - self._start) / max(train_seconds, 1e-9)
+        row: dict[str, Any] = {"kind": "train", "env_steps": report.env_steps, "updates": report.updates,
+                               "seconds": round(seconds, 3), "env_steps_per_second": round(steps_per_second, 1),
+                               "episodes": report.episodes, "skipped_updates": report.skipped_updates, **report.metrics}
+        if report.mean_return is not None:
+            row.update(mean_return=report.mean_return, mean_length=report.mean_length)
+        self._write(row)
+        result = f"return {report.mean_return:.1f}" if report.mean_return is not None else ""
+        self._progress.update(self._task, completed=report.env_steps, rate=f"{steps_per_second:,.0f} steps/s", result=result)
+        if self._progress.disable and seconds - self._last_line >= 10.0:  # no terminal: a line now and then
+            self._last_line = seconds
+            self.say(f"{report.env_steps:,} steps, {steps_per_second:,.0f} steps/s, {result}")
+
+    def evaluation(self, env_steps: int, updates: int, seconds: float, summary: Mapping[str, Any]) -> None:
+        """The summary of an evaluation."""
+        self._write({"kind": "evaluation", "env_steps": env_steps, "updates": updates, "seconds": round(seconds, 3), **summary})
+        self.say(f"evaluation at {env_steps:,} steps: return {summary['mean_return']:.2f} ± {summary['std_return']:.2f} "
+                 f"over {summary['episodes']} episodes ({seconds:.1f} s)")
+
+    def saved(self, env_steps: int, updates: int, seconds: float) -> None:
+        """A checkpoint that is now safely on disk."""
+        self._write({"kind": "saved", "env_steps": env_steps, "updates": updates, "seconds": round(seconds, 3)})
+        self.say(f"saved update {updates:,}")
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and name not in ("env_steps", "updates"):
+                self._board.add_scalar(f"{row['kind']}/{name}", value, row["env_steps"])
+
+
+def draw_return_curve(run: RunDir, config: Config) -> None:
+    """``return_curve.png``: mean return of training episodes and of evaluations against environment steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = run.metrics()
+    training = [(r["env_steps"], r["mean_return"]) for r in rows if r["kind"] == "train" and "mean_return" in r]
+    evaluation = [(r["env_steps"], r["mean_return"], r["std_return"]) for r in rows if r["kind"] == "evaluation"]
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if training:
+        axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.6, label="self-play, exploring")
+    if evaluation:
+        steps, mean, std = zip(*evaluation, strict=True)
+        axes.errorbar(steps, mean, std, color="tab:orange", marker="o", capsize=3, label="evaluation (± std)")
+    if config.train.target_return is not None:
+        axes.axhline(config.train.target_return, color="gray", linestyle="--", label="target")
+    axes.set(xlabel="environment steps", ylabel="episode return", title=f"{config.env}, seed {config.seed}")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    figure.savefig(run.curve_file, dpi=120)
+
+
+def print_table(title: str, rows: Mapping[str, Any]) -> None:
+    """Two columns on stdout, as wide as they need."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, _readable(value))
+    Console().print(table)
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.2f}"
+    return str(value)

@@ -1,0 +1,101 @@
+"""The folder of a run: config.toml, metrics.jsonl, result.json, return_curve.png, tensorboard/, checkpoints/."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from muzerox import config_io
+from muzerox.config import Config
+from muzerox.errors import CheckpointError, UserError
+
+
+class RunDir:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config_file = self.path / "config.toml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.result_file = self.path / "result.json"
+        self.curve_file = self.path / "return_curve.png"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+
+    @staticmethod
+    def default(config: Config) -> RunDir:
+        """``runs/<environment>-<seed>-<time>`` under the working directory."""
+        name = config.env.partition(":")[2].replace("/", "_")
+        return RunDir(Path("runs") / f"{name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+    def create(self, config: Config) -> None:
+        """Makes the folder and writes ``config.toml``. Raises UserError when it exists or may not be written."""
+        if self.config_file.exists():
+            raise UserError("--out", str(self.path), f"already holds a run; continue it with --resume {self.path}")
+        try:
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise UserError("--out", str(self.path), "exists and is not an empty directory")
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.config_file, config_io.dumps(config))
+        except OSError as error:
+            raise UserError("--out", str(self.path), f"cannot be written: {error.strerror}") from None
+
+    def load_config(self) -> Config:
+        """The run's configuration. Raises CheckpointError when this is not a run."""
+        if not self.config_file.is_file():
+            what = "no such directory" if not self.path.exists() else "is not a run: it has no config.toml"
+            raise CheckpointError(str(self.path), None, what)
+        return config_io.load(self.config_file)
+
+    def lock(self) -> IO[str]:
+        """Holds the run for this process until the file is closed or the process dies. Raises UserError when held."""
+        try:
+            handle = open(self.path / ".lock", "w")
+        except OSError as error:
+            raise UserError("run", str(self.path), f"cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.close()
+            raise UserError("run", str(self.path), "another process is training it") from None
+        return handle
+
+    def result(self) -> dict[str, Any] | None:
+        """What a finished run reported; None while it has not finished."""
+        try:
+            return json.loads(self.result_file.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise CheckpointError(str(self.result_file), None, "is not valid JSON; delete it to resume the run") from None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl; a last line cut short by a kill is left out."""
+        if not self.metrics_file.exists():
+            return []
+        rows = []
+        for line in self.metrics_file.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+        return rows
+
+    def rewind_metrics(self, updates: int) -> None:
+        """Drops rows after ``updates``: a resumed run writes them again."""
+        kept = [json.dumps(row) for row in self.metrics() if row["updates"] <= updates]
+        write_atomically(self.metrics_file, "".join(line + "\n" for line in kept))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes the whole file or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,258 @@
+"""Training from a configuration or a run directory: act, learn, evaluate, save, until solved or out of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from muzerox.algorithms import make_algorithm
+from muzerox.checkpoint import Checkpoints
+from muzerox.compilation import compile_beside, enable_cache
+from muzerox.config import Config
+from muzerox.envs import make_env
+from muzerox.errors import ConfigError, RunFailed
+from muzerox.evaluate import Evaluation, make_episodes, summarise
+from muzerox.precision import resolve
+from muzerox.report import Reporter, draw_return_curve
+from muzerox.run_dir import RunDir, write_atomically
+from muzerox.runtimes import make_runtime
+from muzerox.timing import PhaseClock, seconds_since_process_start
+from muzerox.types import Environment, Params, Report
+
+# What may change when a run is resumed: how long it goes on, and how it is watched.
+RESUMABLE = ("train.max_env_steps", "train.target_return", "train.eval_period", "train.eval_episodes", "train.checkpoint_period")
+_REPORT_SECONDS = 0.5  # wall time of the dispatches between two reports
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a call of ``train`` or ``resume`` ended. Also the contents of ``result.json`` once the run has finished."""
+
+    out: str
+    solved: bool  # an evaluation reached train.target_return
+    finished: bool  # False when a signal stopped it; it can be resumed
+    env_steps: int
+    updates: int
+    mean_return: float | None  # of the last evaluation
+    std_return: float | None
+    episodes: int | None
+    seconds: float  # wall seconds of this process, imports and compilation included
+    env_steps_per_second: float  # of this process, while acting and learning
+    updates_per_second: float
+    first_update_seconds: float | None  # from process start to the first completed dispatch
+    phases: dict[str, float]  # wall seconds by phase
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, absent ones left out."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+
+def train(config: Config, out: str | Path | None = None, *, quiet: bool = False) -> TrainResult:
+    """Trains from scratch in a new run directory.
+
+    Args:
+      out: the directory, new or empty; by default one under ``runs/``.
+      quiet: nothing on stderr.
+
+    Raises:
+      UserError: an environment, device or directory that cannot be used; nothing is written then.
+      RunFailed: training diverged.
+    """
+    config = config.replace({f"precision.{k}": v for k, v in dataclasses.asdict(resolve(config.precision)).items()})
+    session = _Session(config, RunDir(out) if out is not None else RunDir.default(config))
+    session.run.create(config)
+    return session.go(quiet=quiet)
+
+
+def resume(path: str | Path, *, changes: Mapping[str, Any] | None = None, quiet: bool = False) -> TrainResult:
+    """Continues a run from its newest checkpoint, or from its configuration when it was killed before the first.
+
+    Args:
+      path: the run directory.
+      changes: dotted paths among ``RESUMABLE`` with new values.
+
+    Returns:
+      What the run reported, at once, when it has already finished and ``changes`` is empty.
+
+    Raises:
+      UserError: not a run, a corrupt checkpoint, another process at work on it, or a change that cannot be made.
+    """
+    run = RunDir(path)
+    config = run.load_config()
+    result = run.result()
+    if result is not None and not changes:
+        return TrainResult(**{**{"mean_return": None, "std_return": None, "episodes": None, "first_update_seconds": None},
+                              **result, "out": str(run.path)})
+    for name in changes or {}:
+        if name not in RESUMABLE:
+            raise ConfigError(name, None, f"cannot change when a run is resumed; what can: {', '.join(RESUMABLE)}")
+    config = config.replace(changes or {})
+    session = _Session(config, run)
+    if changes:
+        run.result_file.unlink(missing_ok=True)
+        write_atomically(run.config_file, _dumps(config))
+    return session.go(quiet=quiet)
+
+
+class _Session:
+    """One process's share of a run. Building it touches no disk."""
+
+    def __init__(self, config: Config, run: RunDir):
+        enable_cache()
+        self.config, self.run, self.clock = config, run, PhaseClock()
+        with self.clock.phase("build"):
+            self.env: Environment = make_env(config.env)
+            self.algorithm = make_algorithm(config, self.env.spec)
+            self.runtime = make_runtime(config, self.env, self.algorithm)
+            self.evaluate = _make_evaluate(config, self.env, self.algorithm)
+
+    def go(self, *, quiet: bool) -> TrainResult:
+        """Restores or initialises, then trains to the end."""
+        with self.run.lock(), _stop_signals() as stopped:
+            with self.clock.phase("restore"):
+                checkpoints = Checkpoints(self.run.checkpoints, writable=True)
+                if checkpoints.latest() is None:
+                    state = self.runtime.init(jax.random.key(self.config.seed))
+                else:
+                    like = jax.eval_shape(self.runtime.init, jax.random.key(0))
+                    state = checkpoints.restore_state(like)
+            updates, start = int(state.learner.updates), int(state.rows) * self.config.runtime.num_envs
+            self.run.rewind_metrics(updates)
+            try:
+                with Reporter(self.run, self.config, quiet=quiet, start=start) as reporter:
+                    if start:
+                        reporter.say(f"resumed at update {updates:,} ({start:,} steps)")
+                    return self._loop(state, updates, start, checkpoints, reporter, stopped)
+            finally:
+                checkpoints.close()
+
+    def _loop(self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter,
+              stopped: Callable[[], bool]) -> TrainResult:
+        train, clock = self.config.train, self.clock
+        env_steps, first_updates, first_seconds = start, updates, None
+        evaluation: Evaluation | None = None
+        evaluated_at = -1
+        next_evaluation = _next_multiple(start, train.eval_period)
+        saved_at, seconds_a_dispatch, steps_a_dispatch = time.perf_counter(), math.inf, math.inf
+
+        while not stopped():
+            until = min(next_evaluation, train.max_env_steps)
+            n = max(1, min(math.floor(_REPORT_SECONDS / seconds_a_dispatch), math.ceil((until - env_steps) / steps_a_dispatch)))
+            done = env_steps >= train.max_env_steps  # only when a finished run was resumed
+            if not done:
+                before = time.perf_counter()
+                with clock.phase("train" if first_seconds else "first dispatch"):
+                    state, report = self.runtime.run(state, n)
+                if first_seconds is None:
+                    first_seconds = seconds_since_process_start()
+                else:
+                    seconds_a_dispatch = (time.perf_counter() - before) / n
+                    steps_a_dispatch = (report.env_steps - env_steps) / n or math.inf
+                env_steps, updates = report.env_steps, report.updates
+                reporter.training(report, clock.total, clock.seconds.get("train", math.inf))
+                _check_progress(report)
+                done = env_steps >= train.max_env_steps
+            if done or env_steps >= next_evaluation:
+                with clock.phase("evaluate"):
+                    evaluation = self.evaluate(updates, state.learner.params)
+                evaluated_at = updates
+                next_evaluation = _next_multiple(env_steps, train.eval_period)
+                reporter.evaluation(env_steps, updates, clock.total, evaluation.to_dict())
+                done = done or _solved(self.config, evaluation)
+            if done:
+                break
+            with clock.phase("checkpoint"):
+                if time.perf_counter() - saved_at >= train.checkpoint_period:
+                    checkpoints.save(updates, state, state.learner.params)
+                    saved_at = time.perf_counter()
+                self._report_saved(checkpoints, reporter, env_steps)
+
+        finished = evaluated_at == updates
+        with clock.phase("checkpoint"):
+            if checkpoints.latest() != updates:
+                checkpoints.save(updates, state, state.learner.params)
+            self._report_saved(checkpoints, reporter, env_steps, wait=True)
+        trained = clock.seconds.get("train", 0.0)
+        result = TrainResult(
+            out=str(self.run.path), solved=finished and _solved(self.config, evaluation), finished=finished, env_steps=env_steps,
+            updates=updates, mean_return=evaluation.mean_return if evaluation else None,
+            std_return=evaluation.std_return if evaluation else None, episodes=evaluation.episodes if evaluation else None,
+            seconds=seconds_since_process_start(),
+            env_steps_per_second=(env_steps - start) / trained if trained else 0.0,
+            updates_per_second=(updates - first_updates) / trained if trained else 0.0,
+            first_update_seconds=first_seconds, phases={k: round(v, 3) for k, v in clock.seconds.items()})
+        if finished:
+            draw_return_curve(self.run, self.config)
+            write_atomically(self.run.result_file, json.dumps(result.to_dict(), indent=1) + "\n")
+        return result
+
+    @staticmethod
+    def _report_saved(checkpoints: Checkpoints, reporter: Reporter, env_steps: int, *, wait: bool = False) -> None:
+        for step in checkpoints.finished(wait=wait):
+            reporter.saved(env_steps, step, time.perf_counter())
+
+
+def _make_evaluate(config: Config, env: Environment, algorithm: Any) -> Callable[[int, Params], Evaluation]:
+    """``evaluate(updates, params)``, compiled beside the training program."""
+    play = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes))
+    device = jax.devices()[0]
+    root = jax.random.fold_in(jax.random.key(config.seed), 2)
+    compiled = compile_beside(play, root, jax.eval_shape(algorithm.init, root))
+
+    def evaluate(updates: int, params: Params) -> Evaluation:
+        key = jax.random.fold_in(root, updates)
+        return summarise(env, compiled()(key, jax.device_put(params, device)))
+
+    return evaluate
+
+
+def _solved(config: Config, evaluation: Evaluation | None) -> bool:
+    target = config.train.target_return
+    return target is not None and evaluation is not None and evaluation.mean_return >= target
+
+
+def _next_multiple(steps: int, period: int) -> int:
+    return (steps // period + 1) * period
+
+
+def _check_progress(report: Report) -> None:
+    if not report.metrics:
+        raise RunFailed(f"training diverged: not one of the last {report.skipped_updates} updates had finite gradients; "
+                        "lower train.learning_rate, or raise precision.level's range with O1 or O0")
+
+
+def _dumps(config: Config) -> str:
+    from muzerox import config_io
+
+    return config_io.dumps(config)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask the loop to save and stop; a second one acts at once."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, handle)
+    except ValueError:
+        previous.clear()  # not the main thread: signals are the caller's affair
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
