@@ -1,9 +1,9 @@
 """MuZero in JAX that solves real environments, fast.
 
-    config = muzerox.Config.preset("gymnax:CartPole-v1").replace("search.num_simulations", 32)
-    result = muzerox.train(config, out="runs/a")
-    agent = muzerox.Agent.load("runs/a")
-    action = agent.act(observation)
+config = muzerox.Config.preset("gymnax:CartPole-v1").replace("search.num_simulations", 32)
+result = muzerox.train(config, out="runs/a")
+agent = muzerox.Agent.load("runs/a")
+action = agent.act(observation)
 """
 
 from muzerox.agent import Agent, evaluate_run

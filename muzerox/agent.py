@@ -93,7 +93,9 @@ class Agent:
         elif self.spec.has_legal:
             mask = np.ones((len(batch), self.spec.num_actions), bool)
         batch = batch.astype(self.spec.observation_dtype)
-        action = np.asarray(self._act(jax.random.key(seed), self.params, jnp.asarray(batch), None if mask is None else jnp.asarray(mask)))
+        action = np.asarray(
+            self._act(jax.random.key(seed), self.params, jnp.asarray(batch), None if mask is None else jnp.asarray(mask))
+        )
         return int(action[0]) if single else action
 
     def at(self, level: str) -> Agent:

@@ -28,9 +28,11 @@ def _to_host(tree: Any) -> Any:
 
 def _template(tree: Any) -> Any:
     """Host arrays of the right shapes and dtypes for ``tree`` of arrays or ShapeDtypeStructs."""
+
     def leaf(x: Any) -> np.ndarray:
         x = jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
         return np.empty(x.shape, x.dtype)
+
     return jax.tree.map(leaf, tree)
 
 
@@ -38,6 +40,7 @@ def _to_device(saved: Any, like: Any) -> Any:
     def leaf(x: np.ndarray, target: Any) -> jax.Array:
         # A copy: on CPU an array may share its host buffer, which donation must not hand on.
         return jax.random.wrap_key_data(jnp.array(x)) if _is_key(target) else jnp.array(x, copy=True)
+
     return jax.tree.map(leaf, saved, like)
 
 
@@ -60,8 +63,9 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep if writable else None, create=False, read_only=not writable,
-                                               enable_async_checkpointing=writable)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep if writable else None, create=False, read_only=not writable, enable_async_checkpointing=writable
+        )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def latest(self) -> int | None:
@@ -72,8 +76,12 @@ class Checkpoints:
         """Starts to save; returns once the values are copied. Raises CheckpointError when the disk refuses."""
         ocp = self._ocp
         try:
-            self._manager.save(step, args=ocp.args.Composite(
-                agent=ocp.args.StandardSave(_to_host(params)), state=ocp.args.StandardSave(_to_host(state))))
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    agent=ocp.args.StandardSave(_to_host(params)), state=ocp.args.StandardSave(_to_host(state))
+                ),
+            )
         except OSError as error:
             raise CheckpointError(str(self.directory), None, f"cannot be written: {error.strerror or error}") from error
         self._pending.append(step)
@@ -101,12 +109,15 @@ class Checkpoints:
             raise CheckpointError(str(self.directory), None, "holds no checkpoint")
         path = self.directory / str(step) / item
         try:
-            restored = self._manager.restore(step, args=self._ocp.args.Composite(
-                **{item: self._ocp.args.StandardRestore(_template(like))}))[item]
+            restored = self._manager.restore(
+                step, args=self._ocp.args.Composite(**{item: self._ocp.args.StandardRestore(_template(like))})
+            )[item]
         except Exception as error:  # orbax raises many kinds on a damaged folder; all mean the same to the user
             older = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and int(p.name) < step)
             hint = f"; delete the folder {path.parent} to go on from step {older[-1]}" if older else ""
-            raise CheckpointError(str(path), None, f"is corrupt or does not fit this configuration ({_first_line(error)}){hint}") from error
+            raise CheckpointError(
+                str(path), None, f"is corrupt or does not fit this configuration ({_first_line(error)}){hint}"
+            ) from error
         return _to_device(restored, like)
 
     def close(self) -> None:

@@ -22,8 +22,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that make a configuration; they mean the same in every command."""
     parser.add_argument("--env", metavar="SUITE:NAME", help="environment, such as gymnax:CartPole-v1 or pgx:tic_tac_toe")
     parser.add_argument("--config", metavar="FILE.toml", help="configuration file; missing keys take the environment's preset")
-    parser.add_argument("--set", metavar="PATH=VALUE", action="append", default=[], dest="assignments",
-                        help="one key of the configuration, such as search.num_simulations=32; repeatable")
+    parser.add_argument(
+        "--set",
+        metavar="PATH=VALUE",
+        action="append",
+        default=[],
+        dest="assignments",
+        help="one key of the configuration, such as search.num_simulations=32; repeatable",
+    )
     parser.add_argument("--seed", type=int, help="seed of every random stream (default 0)")
 
 
@@ -48,8 +54,12 @@ def make_config(args: argparse.Namespace) -> Config:
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--out", metavar="DIR", help="new directory of the run (default runs/<environment>-<seed>-<time>)")
-    parser.add_argument("--resume", metavar="DIR", help="continue the run in DIR; of the other options only --set of "
-                                                        "train.max_env_steps, target_return, eval_* and checkpoint_period apply")
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="continue the run in DIR; of the other options only --set of "
+        "train.max_env_steps, target_return, eval_* and checkpoint_period apply",
+    )
     add_output_arguments(parser)
 
 
@@ -60,7 +70,9 @@ def _train(args: argparse.Namespace) -> int:
     if args.resume:
         for option in ("env", "config", "seed", "out"):
             if getattr(args, option) is not None:
-                raise UserError(f"--{option}", getattr(args, option), "cannot be given with --resume, which takes it from the run")
+                raise UserError(
+                    f"--{option}", getattr(args, option), "cannot be given with --resume, which takes it from the run"
+                )
         changes = dict(config_io.parse_assignment(text) for text in args.assignments)
         if RunDir(args.resume).result() is not None and not changes:
             print(f"{args.resume} has already finished; train on with --set train.max_env_steps=N", file=sys.stderr)
@@ -82,8 +94,13 @@ def _train_rows(result: Any) -> dict[str, Any]:
     rows: dict[str, Any] = {"solved": result.solved}
     if result.mean_return is not None:
         rows["evaluation"] = f"{result.mean_return:.2f} ± {result.std_return:.2f} over {result.episodes} episodes"
-    rows |= {"environment steps": result.env_steps, "updates": result.updates, "environment steps/s": result.env_steps_per_second,
-             "updates/s": result.updates_per_second, "seconds since process start": result.seconds}
+    rows |= {
+        "environment steps": result.env_steps,
+        "updates": result.updates,
+        "environment steps/s": result.env_steps_per_second,
+        "updates/s": result.updates_per_second,
+        "seconds since process start": result.seconds,
+    }
     if result.first_update_seconds is not None:
         rows["first update after"] = f"{result.first_update_seconds:.2f} s"
     rows["seconds by phase"] = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
@@ -93,21 +110,27 @@ def _train_rows(result: Any) -> dict[str, Any]:
 
 
 TRAIN = Command(
-    name="train", help="train an agent, or resume a run", add_arguments=_train_arguments, run=_train,
+    name="train",
+    help="train an agent, or resume a run",
+    add_arguments=_train_arguments,
+    run=_train,
     description="""Trains until train.max_env_steps, or until an evaluation reaches train.target_return.
 
   muzerox train --env gymnax:CartPole-v1 --out runs/cartpole
   muzerox train --env pgx:connect_four --set search.num_simulations=32 --seed 1
   muzerox train --resume runs/cartpole
 
-DIR then holds config.toml, metrics.jsonl, return_curve.png, tensorboard/ and checkpoints/. Ctrl-C saves and stops.""")
+DIR then holds config.toml, metrics.jsonl, return_curve.png, tensorboard/ and checkpoints/. Ctrl-C saves and stops.""",
+)
 
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="DIR", help="directory of a run")
     parser.add_argument("--episodes", type=int, default=64, metavar="N", help="episodes to play (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the episodes (default 0)")
-    parser.add_argument("--precision", metavar="LEVEL", help="act at another level than the run was trained at: O0, O1, O1_float16, O2")
+    parser.add_argument(
+        "--precision", metavar="LEVEL", help="act at another level than the run was trained at: O0, O1, O1_float16, O2"
+    )
     add_output_arguments(parser)
 
 
@@ -129,11 +152,15 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 EVALUATE = Command(
-    name="evaluate", help="play whole episodes with a trained agent", add_arguments=_evaluate_arguments, run=_evaluate,
-    description="""Plays episodes with search and without exploration, from the newest checkpoint of a run. Two-player games are played
-against uniformly random moves, the agent moving first in every other game.
+    name="evaluate",
+    help="play whole episodes with a trained agent",
+    add_arguments=_evaluate_arguments,
+    run=_evaluate,
+    description="""Plays episodes with search and without exploration, from the newest checkpoint of a run.
+Two-player games are played against uniformly random moves, the agent moving first in every other game.
 
-  muzerox evaluate runs/cartpole --episodes 100 --json""")
+  muzerox evaluate runs/cartpole --episodes 100 --json""",
+)
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,8 +186,13 @@ def _info(args: argparse.Namespace) -> int:
     return 0
 
 
-INFO = Command(name="info", help="devices, versions, environments and configuration keys", add_arguments=_info_arguments, run=_info,
-               description="Shows what this machine offers and what can be configured.\n\n  muzerox info --keys")
+INFO = Command(
+    name="info",
+    help="devices, versions, environments and configuration keys",
+    add_arguments=_info_arguments,
+    run=_info,
+    description="Shows what this machine offers and what can be configured.\n\n  muzerox info --keys",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

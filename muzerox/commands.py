@@ -69,12 +69,21 @@ def _extend(command: Command, extension: Extension) -> Command:
 
 def make_parser() -> Parser:
     """The ``muzerox`` parser with every command; the chosen one's ``run`` is in the namespace."""
-    parser = Parser(prog="muzerox", description="MuZero in JAX. Train an agent, look at it, use it.",
-                    epilog="example: muzerox train --env gymnax:CartPole-v1 --out runs/cartpole", allow_abbrev=False)
+    parser = Parser(
+        prog="muzerox",
+        description="MuZero in JAX. Train an agent, look at it, use it.",
+        epilog="example: muzerox train --env gymnax:CartPole-v1 --out runs/cartpole",
+        allow_abbrev=False,
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in load().values():
-        sub = subparsers.add_parser(command.name, help=command.help, description=command.description, allow_abbrev=False,
-                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=command.description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     return parser

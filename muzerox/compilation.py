@@ -18,7 +18,7 @@ def home() -> Path:
 
 def enable_cache() -> None:
     """Keeps compiled programs on disk between processes, unless JAX was already told where."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(home() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

@@ -20,8 +20,16 @@ from typing import Any, ClassVar
 from muzerox.errors import ConfigError, nearest_name
 
 
-def knob(default: Any, doc: str, *, unit: str = "", low: float | None = None, high: float | None = None,
-         choices: tuple[str, ...] | None = None, above: float | None = None) -> Any:
+def knob(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    above: float | None = None,
+) -> Any:
     """A dataclass field with its meaning, unit and range.
 
     ``low`` and ``high`` are inclusive, ``above`` is exclusive.
@@ -82,8 +90,7 @@ class NetworkConfig(_Section):
     """Representation, dynamics and prediction networks."""
 
     prefix: ClassVar[str] = "network."
-    kind: str = knob("auto", "torso; auto takes resnet for images and boards, mlp otherwise",
-                     choices=("auto", "mlp", "resnet"))
+    kind: str = knob("auto", "torso; auto takes resnet for images and boards, mlp otherwise", choices=("auto", "mlp", "resnet"))
     width: int = knob(64, "hidden state size and layer width (mlp), channels (resnet)", unit="units", low=1, high=8192)
     depth: int = knob(2, "hidden layers (mlp) or residual blocks (resnet) of each network", unit="layers", low=1, high=64)
     num_bins: int = knob(21, "categories of the value and reward heads", unit="bins", low=2, high=4096)
@@ -128,15 +135,17 @@ class TrainConfig(_Section):
 
     prefix: ClassVar[str] = "train."
     max_env_steps: int = knob(1_000_000, "training ends here", unit="environment steps", low=1, high=2_000_000_000)
-    target_return: float | None = knob(None, "training ends when an evaluation's mean return reaches this; absent: never",
-                                       unit="return", low=-1e9, high=1e9)
+    target_return: float | None = knob(
+        None, "training ends when an evaluation's mean return reaches this; absent: never", unit="return", low=-1e9, high=1e9
+    )
     replay_ratio: float = knob(4.0, "sampled sequences per environment step", unit="samples/step", above=0.0, high=10_000.0)
     batch_size: int = knob(256, "sequences of an update", unit="sequences", low=1, high=1_000_000)
     unroll_steps: int = knob(5, "steps the model is unrolled in the loss", unit="steps", low=1, high=100)
     td_steps: int = knob(10, "rewards summed before the value target bootstraps", unit="steps", low=1, high=10_000)
     discount: float = knob(0.99, "discount of a step", low=0.0, high=1.0)
-    reanalyze_fraction: float = knob(0.0, "share of a batch whose policy targets are searched again with the target network",
-                                     unit="share", low=0.0, high=1.0)
+    reanalyze_fraction: float = knob(
+        0.0, "share of a batch whose policy targets are searched again with the target network", unit="share", low=0.0, high=1.0
+    )
     target_period: int = knob(100, "updates between copies into the target network", unit="updates", low=1, high=10_000_000)
     learning_rate: float = knob(2e-3, "AdamW step size", low=0.0, high=10.0)
     weight_decay: float = knob(1e-4, "AdamW weight decay", low=0.0, high=10.0)
@@ -155,10 +164,13 @@ class PrecisionConfig(_Section):
 
     prefix: ClassVar[str] = "precision."
     level: str = knob("auto", "auto takes O0 on CPU and O1 on GPU and TPU", choices=("auto", "O0", "O1", "O1_float16", "O2"))
-    loss_scale: str = knob("auto", "auto takes dynamic for float16 and none otherwise",
-                           choices=("auto", "none", "static", "dynamic"))
+    loss_scale: str = knob(
+        "auto", "auto takes dynamic for float16 and none otherwise", choices=("auto", "none", "static", "dynamic")
+    )
     initial_loss_scale: float = knob(2.0**15, "first (dynamic) or only (static) loss scale", low=1.0, high=2.0**40)
-    loss_scale_period: int = knob(2_000, "finite updates before a dynamic loss scale doubles", unit="updates", low=1, high=10_000_000)
+    loss_scale_period: int = knob(
+        2_000, "finite updates before a dynamic loss scale doubles", unit="updates", low=1, high=10_000_000
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,12 +178,14 @@ class RuntimeConfig(_Section):
     """Where and in what portions things run."""
 
     prefix: ClassVar[str] = "runtime."
-    kind: str = knob("anakin", "anakin: environments, search, replay and learner in one program on the device",
-                     choices=("anakin",))
+    kind: str = knob(
+        "anakin", "anakin: environments, search, replay and learner in one program on the device", choices=("anakin",)
+    )
     num_envs: int = knob(64, "environments stepped in parallel", unit="environments", low=1, high=1_000_000)
     loop_count: int = knob(32, "learner updates fused into a dispatch", unit="updates", low=1, high=100_000)
-    num_devices: int = knob(1, "devices of the mesh that environments, replay and batches are split over",
-                            unit="devices", low=1, high=100_000)
+    num_devices: int = knob(
+        1, "devices of the mesh that environments, replay and batches are split over", unit="devices", low=1, high=100_000
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,25 +209,46 @@ class Config(_Section):
         super().__post_init__()
         batch, envs, devices = self.train.batch_size, self.runtime.num_envs, self.runtime.num_devices
         if batch > self.replay.capacity:
-            raise ConfigError("train.batch_size", batch, f"must not exceed replay.capacity ({self.replay.capacity})",
-                              self.replay.capacity)
+            raise ConfigError(
+                "train.batch_size", batch, f"must not exceed replay.capacity ({self.replay.capacity})", self.replay.capacity
+            )
         if self.replay.min_size > self.replay.capacity:
-            raise ConfigError("replay.min_size", self.replay.min_size,
-                              f"must not exceed replay.capacity ({self.replay.capacity})", self.replay.capacity)
+            raise ConfigError(
+                "replay.min_size",
+                self.replay.min_size,
+                f"must not exceed replay.capacity ({self.replay.capacity})",
+                self.replay.capacity,
+            )
         needed = (self.sequence_length + 1) * envs
         if self.replay.capacity < needed:
-            raise ConfigError("replay.capacity", self.replay.capacity,
-                              f"must hold a sequence of every environment: (unroll_steps + td_steps + 2) * num_envs = {needed}", needed)
+            raise ConfigError(
+                "replay.capacity",
+                self.replay.capacity,
+                f"must hold a sequence of every environment: (unroll_steps + td_steps + 2) * num_envs = {needed}",
+                needed,
+            )
         if envs % devices:
-            raise ConfigError("runtime.num_envs", envs, f"must be a multiple of runtime.num_devices ({devices})",
-                              max(devices, envs // devices * devices))
+            raise ConfigError(
+                "runtime.num_envs",
+                envs,
+                f"must be a multiple of runtime.num_devices ({devices})",
+                max(devices, envs // devices * devices),
+            )
         if batch % devices:
-            raise ConfigError("train.batch_size", batch, f"must be a multiple of runtime.num_devices ({devices})",
-                              max(devices, batch // devices * devices))
+            raise ConfigError(
+                "train.batch_size",
+                batch,
+                f"must be a multiple of runtime.num_devices ({devices})",
+                max(devices, batch // devices * devices),
+            )
         steps = Fraction(batch) / self.replay_ratio
         if steps > 10**8:
-            raise ConfigError("train.replay_ratio", self.train.replay_ratio,
-                              f"must be at least batch_size / 1e8 = {batch / 1e8:g}", f"{batch / 1e8:g}")
+            raise ConfigError(
+                "train.replay_ratio",
+                self.train.replay_ratio,
+                f"must be at least batch_size / 1e8 = {batch / 1e8:g}",
+                f"{batch / 1e8:g}",
+            )
 
     @property
     def sequence_length(self) -> int:
@@ -252,8 +287,10 @@ class Config(_Section):
 
     def to_dict(self, *, keep_none: bool = False) -> dict[str, Any]:
         """Nested plain dictionary; absent (None) values are left out unless ``keep_none``."""
+
         def strip(tree: dict[str, Any]) -> dict[str, Any]:
             return {k: strip(v) if isinstance(v, dict) else v for k, v in tree.items() if keep_none or v is not None}
+
         return strip(dataclasses.asdict(self))
 
     @classmethod
@@ -286,8 +323,14 @@ class Config(_Section):
         return cls.from_dict({"env": env, **tree})
 
 
-SECTIONS: dict[str, type] = {"network": NetworkConfig, "search": SearchConfig, "replay": ReplayConfig,
-                             "train": TrainConfig, "precision": PrecisionConfig, "runtime": RuntimeConfig}
+SECTIONS: dict[str, type] = {
+    "network": NetworkConfig,
+    "search": SearchConfig,
+    "replay": ReplayConfig,
+    "train": TrainConfig,
+    "precision": PrecisionConfig,
+    "runtime": RuntimeConfig,
+}
 
 
 def _names(section: type) -> list[str]:

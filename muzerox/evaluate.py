@@ -54,8 +54,14 @@ class Evaluation:
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
-def make_episodes(env: Environment, algorithm: Algorithm, episodes: int, *, opponent: Opponent = random_opponent,
-                  max_steps: int = MAX_EPISODE_STEPS) -> Callable[[jax.Array, Params], Episodes]:
+def make_episodes(
+    env: Environment,
+    algorithm: Algorithm,
+    episodes: int,
+    *,
+    opponent: Opponent = random_opponent,
+    max_steps: int = MAX_EPISODE_STEPS,
+) -> Callable[[jax.Array, Params], Episodes]:
     """``play(key, params) -> Episodes``: a pure function to be jitted; all episodes in parallel.
 
     Args:
@@ -85,8 +91,11 @@ def make_episodes(env: Environment, algorithm: Algorithm, episodes: int, *, oppo
                 sign = jnp.where(mine, 1.0, -1.0)
             state, timestep = env_step(jax.random.split(key_env, episodes), state, action)
             going = ~so_far.finished
-            so_far = Episodes(returns=so_far.returns + jnp.where(going, sign * timestep.reward, 0.0),
-                              lengths=so_far.lengths + going, finished=so_far.finished | timestep.ended)
+            so_far = Episodes(
+                returns=so_far.returns + jnp.where(going, sign * timestep.reward, 0.0),
+                lengths=so_far.lengths + going,
+                finished=so_far.finished | timestep.ended,
+            )
             return t + 1, state, timestep, so_far
 
         start = Episodes(jnp.zeros(episodes), jnp.zeros(episodes, jnp.int32), jnp.zeros(episodes, jnp.bool_))
@@ -101,7 +110,12 @@ def summarise(env: Environment, episodes: Episodes) -> Evaluation:
     returns, lengths, finished = (np.asarray(x) for x in episodes)
     two = env.spec.num_players == 2
     return Evaluation(
-        mean_return=float(returns.mean()), std_return=float(returns.std()), episodes=len(returns),
-        mean_length=float(lengths.mean()), unfinished=int((~finished).sum()),
-        wins=int((returns > 0).sum()) if two else None, draws=int((returns == 0).sum()) if two else None,
-        losses=int((returns < 0).sum()) if two else None)
+        mean_return=float(returns.mean()),
+        std_return=float(returns.std()),
+        episodes=len(returns),
+        mean_length=float(lengths.mean()),
+        unfinished=int((~finished).sum()),
+        wins=int((returns > 0).sum()) if two else None,
+        draws=int((returns == 0).sum()) if two else None,
+        losses=int((returns < 0).sum()) if two else None,
+    )

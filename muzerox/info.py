@@ -18,10 +18,14 @@ _PACKAGES = ("muzerox", "jax", "jaxlib", "flax", "mctx", "optax", "orbax-checkpo
 
 def versions() -> dict[str, Any]:
     """Devices and versions."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES},
-            "backend": jax.default_backend(), "devices": ", ".join(str(device) for device in jax.devices()),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "compilation cache": str(home() / "xla")}
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        "backend": jax.default_backend(),
+        "devices": ", ".join(str(device) for device in jax.devices()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "compilation cache": str(home() / "xla"),
+    }
 
 
 def environments() -> dict[str, dict[str, str]]:
@@ -35,9 +39,11 @@ def environments() -> dict[str, dict[str, str]]:
 def describe(field: dataclasses.Field[Any]) -> str:
     """One line on a configuration key: default, unit, range, meaning."""
     meta = field.metadata
-    limits = [f"one of {', '.join(meta['choices'])}" if meta["choices"] else "",
-              f"above {meta['above']:g}" if meta["above"] is not None else "",
-              f"from {meta['low']:g}" if meta["low"] is not None else "",
-              f"to {meta['high']:g}" if meta["high"] is not None else ""]
+    limits = [
+        f"one of {', '.join(meta['choices'])}" if meta["choices"] else "",
+        f"above {meta['above']:g}" if meta["above"] is not None else "",
+        f"from {meta['low']:g}" if meta["low"] is not None else "",
+        f"to {meta['high']:g}" if meta["high"] is not None else "",
+    ]
     unit = f" {meta['unit']}" if meta["unit"] else ""
     return f"{field.default}{unit} ({' '.join(x for x in limits if x)}): {meta['doc']}"

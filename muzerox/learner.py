@@ -39,13 +39,18 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 def init_learner(key: jax.Array, config: Config, algorithm: Algorithm) -> LearnerState:
     """Fresh parameters; the target network equals them."""
     params = algorithm.init(key)
-    return LearnerState(params=params, target_params=jax.tree.map(jnp.copy, params),
-                        opt_state=make_optimizer(config).init(ravel_pytree(params)[0]),
-                        loss_scale=make_loss_scale(config.precision), updates=jnp.int32(0))
+    return LearnerState(
+        params=params,
+        target_params=jax.tree.map(jnp.copy, params),
+        opt_state=make_optimizer(config).init(ravel_pytree(params)[0]),
+        loss_scale=make_loss_scale(config.precision),
+        updates=jnp.int32(0),
+    )
 
 
-def make_batch(key: jax.Array, config: Config, spec: EnvSpec, algorithm: Algorithm, target_params: Params,
-               state: ReplayState, start: Sample) -> Batch:
+def make_batch(
+    key: jax.Array, config: Config, spec: EnvSpec, algorithm: Algorithm, target_params: Params, state: ReplayState, start: Sample
+) -> Batch:
     """Reads what the loss needs of the sequences at ``start``; reanalyzes their configured share."""
     train = config.train
     unroll = train.unroll_steps
@@ -68,14 +73,23 @@ def make_batch(key: jax.Array, config: Config, spec: EnvSpec, algorithm: Algorit
         observation, legal = replay.read((storage.observation, storage.legal), chosen, positions)
         policy = refresh_policy(key, algorithm, target_params, policy, observation, legal)
 
-    return Batch(observation=replay.read(storage.observation, start, jnp.zeros(1, jnp.int32))[:, 0], action=action[:, :unroll],
-                 reward=jnp.where(absorbing[:, :-1], 0.0, reward[:, :unroll]), policy=policy,
-                 partial_return=boot.partial_return, bootstrap_weight=boot.weight, bootstrap_observation=bootstrap_observation,
-                 absorbing=absorbing, unknown=unknown, importance=start.importance)
+    return Batch(
+        observation=replay.read(storage.observation, start, jnp.zeros(1, jnp.int32))[:, 0],
+        action=action[:, :unroll],
+        reward=jnp.where(absorbing[:, :-1], 0.0, reward[:, :unroll]),
+        policy=policy,
+        partial_return=boot.partial_return,
+        bootstrap_weight=boot.weight,
+        bootstrap_observation=bootstrap_observation,
+        absorbing=absorbing,
+        unknown=unknown,
+        importance=start.importance,
+    )
 
 
-def make_update(config: Config, spec: EnvSpec, algorithm: Algorithm) -> Callable[
-        [jax.Array, LearnerState, ReplayState], tuple[LearnerState, ReplayState, Metrics]]:
+def make_update(
+    config: Config, spec: EnvSpec, algorithm: Algorithm
+) -> Callable[[jax.Array, LearnerState, ReplayState], tuple[LearnerState, ReplayState, Metrics]]:
     """``update(key, learner, replay) -> (learner, replay, metrics)``: one step of the optimizer.
 
     A gradient that is not finite leaves parameters, optimizer state and priorities as they were, counts in the metric
@@ -106,12 +120,21 @@ def make_update(config: Config, spec: EnvSpec, algorithm: Algorithm) -> Callable
         updates = learner.updates + 1
         target = _select(updates % train.target_period == 0, params, ravel_pytree(learner.target_params)[0])
         learner = LearnerState(
-            params=unravel(params), target_params=unravel(target), opt_state=opt_state, loss_scale=adjust_loss_scale(config.precision, learner.loss_scale, finite),
-            updates=updates)
+            params=unravel(params),
+            target_params=unravel(target),
+            opt_state=opt_state,
+            loss_scale=adjust_loss_scale(config.precision, learner.loss_scale, finite),
+            updates=updates,
+        )
         error = jnp.where(finite, output.priority, 0.0)
         ring = jax.lax.cond(finite, lambda r: replay.update_priority(config.replay, r, start, error), lambda r: r, ring)
-        metrics = {**output.metrics, "loss": jnp.mean(output.loss), "grad_norm": grad_norm, "loss_scale": scale,
-                   "skipped": (~finite).astype(jnp.float32)}
+        metrics = {
+            **output.metrics,
+            "loss": jnp.mean(output.loss),
+            "grad_norm": grad_norm,
+            "loss_scale": scale,
+            "skipped": (~finite).astype(jnp.float32),
+        }
         return learner, ring, metrics
 
     return update

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from muzerox.types import Algorithm, Params
 
 
-def refresh_policy(key: jax.Array, algorithm: Algorithm, params: Params, policy: jax.Array, observation: jax.Array,
-              legal: jax.Array | None) -> jax.Array:
+def refresh_policy(
+    key: jax.Array, algorithm: Algorithm, params: Params, policy: jax.Array, observation: jax.Array, legal: jax.Array | None
+) -> jax.Array:
     """Replaces the policy targets of the first R sequences of a batch.
 
     Args:

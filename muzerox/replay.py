@@ -43,9 +43,14 @@ def init(config: ReplayConfig, example: Transition) -> ReplayState:
     num_envs = example.action.shape[0]
     rows = config.capacity // num_envs
     storage = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), example)
-    return ReplayState(storage=storage, priority=jnp.zeros((rows, num_envs), jnp.float32),
-                       row_priority=jnp.zeros(rows, jnp.float32), max_priority=jnp.float32(1.0),
-                       cursor=jnp.int32(0), filled=jnp.int32(0))
+    return ReplayState(
+        storage=storage,
+        priority=jnp.zeros((rows, num_envs), jnp.float32),
+        row_priority=jnp.zeros(rows, jnp.float32),
+        max_priority=jnp.float32(1.0),
+        cursor=jnp.int32(0),
+        filled=jnp.int32(0),
+    )
 
 
 def add(state: ReplayState, row: Transition) -> ReplayState:
@@ -57,7 +62,8 @@ def add(state: ReplayState, row: Transition) -> ReplayState:
         priority=state.priority.at[state.cursor].set(fresh),
         row_priority=state.row_priority.at[state.cursor].set(state.max_priority * num_envs),
         cursor=(state.cursor + 1) % rows,
-        filled=jnp.minimum(state.filled + 1, rows))
+        filled=jnp.minimum(state.filled + 1, rows),
+    )
 
 
 def sample(config: ReplayConfig, key: jax.Array, state: ReplayState, batch_size: int, length: int) -> Sample:
@@ -115,5 +121,6 @@ def update_priority(config: ReplayConfig, state: ReplayState, start: Sample, err
     index = (start.row, start.env)
     priority = state.priority.at[index].set(0.0).at[index].max(raised)
     row_priority = state.row_priority.at[start.row].set(jnp.sum(priority[start.row], axis=1))
-    return state.replace(priority=priority, row_priority=row_priority,
-                         max_priority=jnp.maximum(state.max_priority, jnp.max(raised)))
+    return state.replace(
+        priority=priority, row_priority=row_priority, max_priority=jnp.maximum(state.max_priority, jnp.max(raised))
+    )

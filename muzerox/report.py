@@ -32,9 +32,16 @@ class Reporter:
         self._board = SummaryWriter(str(run.tensorboard))
         self._console = Console(stderr=True, quiet=quiet)
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"),
-            TextColumn("{task.fields[result]}"), TimeRemainingColumn(), console=self._console,
-            disable=quiet or not sys.stderr.isatty(), transient=True)
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[result]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=quiet or not sys.stderr.isatty(),
+            transient=True,
+        )
         self._task = self._progress.add_task(config.env, total=config.train.max_env_steps, completed=start, rate="", result="")
         self._last_line = 0.0
 
@@ -54,9 +61,16 @@ class Reporter:
     def training(self, report: Report, seconds: float, train_seconds: float) -> None:
         """A training report. ``seconds`` since the start of this process's training, ``train_seconds`` without the rest."""
         steps_per_second = (report.env_steps - self._start) / max(train_seconds, 1e-9)
-        row: dict[str, Any] = {"kind": "train", "env_steps": report.env_steps, "updates": report.updates,
-                               "seconds": round(seconds, 3), "env_steps_per_second": round(steps_per_second, 1),
-                               "episodes": report.episodes, "skipped_updates": report.skipped_updates, **report.metrics}
+        row: dict[str, Any] = {
+            "kind": "train",
+            "env_steps": report.env_steps,
+            "updates": report.updates,
+            "seconds": round(seconds, 3),
+            "env_steps_per_second": round(steps_per_second, 1),
+            "episodes": report.episodes,
+            "skipped_updates": report.skipped_updates,
+            **report.metrics,
+        }
         if report.mean_return is not None:
             row.update(mean_return=report.mean_return, mean_length=report.mean_length)
         self._write(row)
@@ -69,19 +83,21 @@ class Reporter:
     def evaluation(self, env_steps: int, updates: int, seconds: float, summary: Mapping[str, Any]) -> None:
         """The summary of an evaluation."""
         self._write({"kind": "evaluation", "env_steps": env_steps, "updates": updates, "seconds": round(seconds, 3), **summary})
-        self.say(f"evaluation at {env_steps:,} steps: return {summary['mean_return']:.2f} ± {summary['std_return']:.2f} "
-                 f"over {summary['episodes']} episodes ({seconds:.1f} s)")
+        self.say(
+            f"evaluation at {env_steps:,} steps: return {summary['mean_return']:.2f} ± {summary['std_return']:.2f} "
+            f"over {summary['episodes']} episodes ({seconds:.1f} s)"
+        )
 
-    def saved(self, env_steps: int, updates: int, seconds: float) -> None:
+    def saved(self, updates: int, seconds: float) -> None:
         """A checkpoint that is now safely on disk."""
-        self._write({"kind": "saved", "env_steps": env_steps, "updates": updates, "seconds": round(seconds, 3)})
+        self._write({"kind": "saved", "updates": updates, "seconds": round(seconds, 3)})
         self.say(f"saved update {updates:,}")
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for name, value in row.items():
-            if isinstance(value, (int, float)) and name not in ("env_steps", "updates"):
+            if isinstance(value, int | float) and "env_steps" in row and name not in ("env_steps", "updates"):
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["env_steps"])
 
 

@@ -38,12 +38,17 @@ class EpisodeStats(struct.PyTreeNode):
 def init_actors(key: jax.Array, env: Environment, num_envs: int) -> ActorState:
     """``num_envs`` freshly reset environments."""
     env_state, timestep = jax.vmap(env.reset)(jax.random.split(key, num_envs))
-    return ActorState(env_state=env_state, timestep=timestep, episode_return=jnp.zeros(num_envs, jnp.float32),
-                      episode_length=jnp.zeros(num_envs, jnp.int32))
+    return ActorState(
+        env_state=env_state,
+        timestep=timestep,
+        episode_return=jnp.zeros(num_envs, jnp.float32),
+        episode_length=jnp.zeros(num_envs, jnp.int32),
+    )
 
 
-def make_act(env: Environment, algorithm: Algorithm) -> Callable[
-        [jax.Array, Params, ActorState, EpisodeStats], tuple[ActorState, EpisodeStats, Transition]]:
+def make_act(
+    env: Environment, algorithm: Algorithm
+) -> Callable[[jax.Array, Params, ActorState, EpisodeStats], tuple[ActorState, EpisodeStats, Transition]]:
     """``act(key, params, actors, stats) -> (actors, stats, row)``: one step of every environment.
 
     ``row`` is a Transition with leaves [E, ...].
@@ -51,24 +56,39 @@ def make_act(env: Environment, algorithm: Algorithm) -> Callable[
     spec = env.spec
     env_step = jax.vmap(auto_reset(env).step)
 
-    def act(key: jax.Array, params: Params, actors: ActorState, stats: EpisodeStats) -> tuple[ActorState, EpisodeStats, Transition]:
+    def act(
+        key: jax.Array, params: Params, actors: ActorState, stats: EpisodeStats
+    ) -> tuple[ActorState, EpisodeStats, Transition]:
         key_search, key_env = jax.random.split(key)
         now = actors.timestep
         legal = now.legal if spec.has_legal else None
         decision = algorithm.act(key_search, params, now.observation, legal, True)
         env_state, following = env_step(jax.random.split(key_env, now.reward.shape[0]), actors.env_state, decision.action)
-        row = Transition(observation=now.observation, action=decision.action, reward=following.reward,
-                         terminated=following.terminated, truncated=following.truncated, policy=decision.policy, legal=legal,
-                         final_observation=following.final_observation if spec.can_truncate else None)
+        row = Transition(
+            observation=now.observation,
+            action=decision.action,
+            reward=following.reward,
+            terminated=following.terminated,
+            truncated=following.truncated,
+            policy=decision.policy,
+            legal=legal,
+            final_observation=following.final_observation if spec.can_truncate else None,
+        )
         first_moves = spec.num_players == 1 or actors.episode_length % 2 == 0
         episode_return = actors.episode_return + jnp.where(first_moves, following.reward, -following.reward)
         episode_length = actors.episode_length + 1
         ended = following.ended
-        stats = EpisodeStats(count=stats.count + jnp.sum(ended, dtype=jnp.int32),
-                             return_sum=stats.return_sum + jnp.sum(jnp.where(ended, episode_return, 0.0)),
-                             length_sum=stats.length_sum + jnp.sum(jnp.where(ended, episode_length, 0)))
-        actors = ActorState(env_state=env_state, timestep=following, episode_return=jnp.where(ended, 0.0, episode_return),
-                            episode_length=jnp.where(ended, 0, episode_length))
+        stats = EpisodeStats(
+            count=stats.count + jnp.sum(ended, dtype=jnp.int32),
+            return_sum=stats.return_sum + jnp.sum(jnp.where(ended, episode_return, 0.0)),
+            length_sum=stats.length_sum + jnp.sum(jnp.where(ended, episode_length, 0)),
+        )
+        actors = ActorState(
+            env_state=env_state,
+            timestep=following,
+            episode_return=jnp.where(ended, 0.0, episode_return),
+            episode_length=jnp.where(ended, 0, episode_length),
+        )
         return actors, stats, row
 
     return act

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from muzerox import config_io
 from muzerox.algorithms import make_algorithm
 from muzerox.checkpoint import Checkpoints
 from muzerox.compilation import compile_beside, enable_cache
@@ -56,6 +57,9 @@ class TrainResult:
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
+_ABSENT = dict.fromkeys(("mean_return", "std_return", "episodes", "first_update_seconds"))  # left out of result.json
+
+
 def train(config: Config, out: str | Path | None = None, *, quiet: bool = False) -> TrainResult:
     """Trains from scratch in a new run directory.
 
@@ -90,8 +94,7 @@ def resume(path: str | Path, *, changes: Mapping[str, Any] | None = None, quiet:
     config = run.load_config()
     result = run.result()
     if result is not None and not changes:
-        return TrainResult(**{**{"mean_return": None, "std_return": None, "episodes": None, "first_update_seconds": None},
-                              **result, "out": str(run.path)})
+        return TrainResult(**{**_ABSENT, **result, "out": str(run.path)})
     for name in changes or {}:
         if name not in RESUMABLE:
             raise ConfigError(name, None, f"cannot change when a run is resumed; what can: {', '.join(RESUMABLE)}")
@@ -99,7 +102,7 @@ def resume(path: str | Path, *, changes: Mapping[str, Any] | None = None, quiet:
     session = _Session(config, run)
     if changes:
         run.result_file.unlink(missing_ok=True)
-        write_atomically(run.config_file, _dumps(config))
+        write_atomically(run.config_file, config_io.dumps(config))
     return session.go(quiet=quiet)
 
 
@@ -135,8 +138,9 @@ class _Session:
             finally:
                 checkpoints.close()
 
-    def _loop(self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter,
-              stopped: Callable[[], bool]) -> TrainResult:
+    def _loop(
+        self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter, stopped: Callable[[], bool]
+    ) -> TrainResult:
         train, clock = self.config.train, self.clock
         env_steps, first_updates, first_seconds = start, updates, None
         evaluation: Evaluation | None = None
@@ -174,31 +178,35 @@ class _Session:
                 if time.perf_counter() - saved_at >= train.checkpoint_period:
                     checkpoints.save(updates, state, state.learner.params)
                     saved_at = time.perf_counter()
-                self._report_saved(checkpoints, reporter, env_steps)
+                for step in checkpoints.finished():
+                    reporter.saved(step, clock.total)
 
         finished = evaluated_at == updates
         with clock.phase("checkpoint"):
             if checkpoints.latest() != updates:
                 checkpoints.save(updates, state, state.learner.params)
-            self._report_saved(checkpoints, reporter, env_steps, wait=True)
+            for step in checkpoints.finished(wait=True):
+                reporter.saved(step, clock.total)
         trained = clock.seconds.get("train", 0.0)
         result = TrainResult(
-            out=str(self.run.path), solved=finished and _solved(self.config, evaluation), finished=finished, env_steps=env_steps,
-            updates=updates, mean_return=evaluation.mean_return if evaluation else None,
-            std_return=evaluation.std_return if evaluation else None, episodes=evaluation.episodes if evaluation else None,
+            out=str(self.run.path),
+            solved=finished and _solved(self.config, evaluation),
+            finished=finished,
+            env_steps=env_steps,
+            updates=updates,
+            mean_return=evaluation.mean_return if evaluation else None,
+            std_return=evaluation.std_return if evaluation else None,
+            episodes=evaluation.episodes if evaluation else None,
             seconds=seconds_since_process_start(),
             env_steps_per_second=(env_steps - start) / trained if trained else 0.0,
             updates_per_second=(updates - first_updates) / trained if trained else 0.0,
-            first_update_seconds=first_seconds, phases={k: round(v, 3) for k, v in clock.seconds.items()})
+            first_update_seconds=first_seconds,
+            phases={k: round(v, 3) for k, v in clock.seconds.items()},
+        )
         if finished:
             draw_return_curve(self.run, self.config)
             write_atomically(self.run.result_file, json.dumps(result.to_dict(), indent=1) + "\n")
         return result
-
-    @staticmethod
-    def _report_saved(checkpoints: Checkpoints, reporter: Reporter, env_steps: int, *, wait: bool = False) -> None:
-        for step in checkpoints.finished(wait=wait):
-            reporter.saved(env_steps, step, time.perf_counter())
 
 
 def _make_evaluate(config: Config, env: Environment, algorithm: Any) -> Callable[[int, Params], Evaluation]:
@@ -226,14 +234,10 @@ def _next_multiple(steps: int, period: int) -> int:
 
 def _check_progress(report: Report) -> None:
     if not report.metrics:
-        raise RunFailed(f"training diverged: not one of the last {report.skipped_updates} updates had finite gradients; "
-                        "lower train.learning_rate, or raise precision.level's range with O1 or O0")
-
-
-def _dumps(config: Config) -> str:
-    from muzerox import config_io
-
-    return config_io.dumps(config)
+        raise RunFailed(
+            f"training diverged: not one of the last {report.skipped_updates} updates had finite gradients; "
+            "lower train.learning_rate, or raise precision.level's range with O1 or O0"
+        )
 
 
 @contextmanager
@@ -242,12 +246,12 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     received: list[int] = []
     previous: dict[int, Any] = {}
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, _frame: Any) -> None:
         received.append(number)
         signal.signal(number, previous[number])
 
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
             previous[number] = signal.signal(number, handle)
     except ValueError:
         previous.clear()  # not the main thread: signals are the caller's affair

@@ -39,15 +39,18 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
         output = mctx.RecurrentFnOutput(
             reward=transforms.expected_value(reward_logits, net.reward_bound),
             discount=jnp.full(action.shape, signed_discount),
-            prior_logits=prior_logits, value=scalar_value(value_logits))
+            prior_logits=prior_logits,
+            value=scalar_value(value_logits),
+        )
         return output, hidden.astype(policy.embedding)
 
     def act(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None, explore: bool) -> Decision:
         params = cast(params, policy.acting)
         hidden = model.represent(params, observation)
         prior_logits, value_logits = model.predict(params, hidden)
-        root = mctx.RootFnOutput(prior_logits=prior_logits, value=scalar_value(value_logits),
-                                 embedding=hidden.astype(policy.embedding))
+        root = mctx.RootFnOutput(
+            prior_logits=prior_logits, value=scalar_value(value_logits), embedding=hidden.astype(policy.embedding)
+        )
         invalid = None if legal is None else 1 - legal.astype(jnp.int32)  # mctx marks what is not allowed
         return search(key, params, root, recurrent, invalid, explore)
 
@@ -60,10 +63,15 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
         bootstrap = value(params, flat).reshape(positions)
         target = jnp.where(batch.absorbing, 0.0, batch.partial_return + batch.bootstrap_weight * bootstrap)
         known = ~batch.unknown
-        return Targets(policy=batch.policy, value=target, reward=batch.reward,
-                       policy_mask=(known & ~batch.absorbing).astype(jnp.float32), value_mask=known.astype(jnp.float32),
-                       # The reward of position k was earned by the step that left position k-1.
-                       reward_mask=known[:, :-1].astype(jnp.float32))
+        return Targets(
+            policy=batch.policy,
+            value=target,
+            reward=batch.reward,
+            policy_mask=(known & ~batch.absorbing).astype(jnp.float32),
+            value_mask=known.astype(jnp.float32),
+            # The reward of position k was earned by the step that left position k-1.
+            reward_mask=known[:, :-1].astype(jnp.float32),
+        )
 
     def unroll(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Logits of policy and value [K+1, B, .] and reward [K, B, bins] along the stored actions."""
@@ -95,8 +103,13 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
         reward_sum = jnp.sum(reward_loss * scale[:, 1:], axis=1)
         total = train.policy_weight * policy_sum + train.value_weight * value_sum + train.reward_weight * reward_sum
         prediction = scalar_value(jax.lax.stop_gradient(value_logits[:, 0]))
-        metrics = {"policy_loss": jnp.mean(policy_sum), "value_loss": jnp.mean(value_sum), "reward_loss": jnp.mean(reward_sum),
-                   "value": jnp.mean(prediction), "value_target": jnp.mean(targets.value[:, 0])}
+        metrics = {
+            "policy_loss": jnp.mean(policy_sum),
+            "value_loss": jnp.mean(value_sum),
+            "reward_loss": jnp.mean(reward_sum),
+            "value": jnp.mean(prediction),
+            "value_target": jnp.mean(targets.value[:, 0]),
+        }
         return LossOutput(loss=total, priority=jnp.abs(prediction - targets.value[:, 0]), metrics=metrics)
 
     return Algorithm(init=model.init, act=act, value=value, targets=targets, loss=loss)

@@ -61,12 +61,24 @@ def check_env(env: Environment, *, seed: int = 0, steps: int = 64, num_envs: int
     again = play(reset_keys, key_play)[1]
     before, after, again = jax.tree.map(np.asarray, (before, after, again))
 
-    _require(after.observation.shape == (steps, num_envs, *spec.observation_shape), env,
-             f"observation has shape {after.observation.shape[2:]}, spec says {spec.observation_shape}")
-    _require(str(after.observation.dtype) == spec.observation_dtype, env,
-             f"observation has dtype {after.observation.dtype}, spec says {spec.observation_dtype}")
+    _require(
+        after.observation.shape == (steps, num_envs, *spec.observation_shape),
+        env,
+        f"observation has shape {after.observation.shape[2:]}, spec says {spec.observation_shape}",
+    )
+    _require(
+        str(after.observation.dtype) == spec.observation_dtype,
+        env,
+        f"observation has dtype {after.observation.dtype}, spec says {spec.observation_dtype}",
+    )
     _require(after.legal.shape == (steps, num_envs, spec.num_actions), env, f"legal has shape {after.legal.shape[2:]}")
-    for name, dtype in (("reward", "float32"), ("terminated", "bool"), ("truncated", "bool"), ("legal", "bool"), ("player", "int32")):
+    for name, dtype in (
+        ("reward", "float32"),
+        ("terminated", "bool"),
+        ("truncated", "bool"),
+        ("legal", "bool"),
+        ("player", "int32"),
+    ):
         _require(str(getattr(after, name).dtype) == dtype, env, f"{name} has dtype {getattr(after, name).dtype}, must be {dtype}")
     _require(np.isfinite(after.observation.astype(np.float32)).all(), env, "an observation is not finite")
     _require(np.isfinite(after.reward).all(), env, "a reward is not finite")
@@ -75,10 +87,16 @@ def check_env(env: Environment, *, seed: int = 0, steps: int = 64, num_envs: int
     _require(not (after.terminated & after.truncated).any(), env, "a step is both terminated and truncated")
     _require(spec.can_truncate or not after.truncated.any(), env, "can_truncate is False but an episode was truncated")
     goes_on = ~(after.terminated | after.truncated)
-    _require((after.final_observation[goes_on] == after.observation[goes_on]).all(), env,
-             "final_observation differs from observation although the episode goes on")
-    _require(all((a == b).all() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(again), strict=True)), env,
-             "the same keys gave different episodes")
+    _require(
+        (after.final_observation[goes_on] == after.observation[goes_on]).all(),
+        env,
+        "final_observation differs from observation although the episode goes on",
+    )
+    _require(
+        all((a == b).all() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(again), strict=True)),
+        env,
+        "the same keys gave different episodes",
+    )
     if spec.num_players == 2:
         _require((before.player[goes_on] != after.player[goes_on]).all(), env, "turns do not alternate strictly")
     else:

@@ -6,14 +6,43 @@ terminated.
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import gymnax
 import jax
 import jax.numpy as jnp
 
 from muzerox.envs.wrappers import array_state
 from muzerox.types import Environment, EnvSpec, TimeStep
+
+
+class _Deferred(types.ModuleType):
+    """Stands for a module until one of its attributes is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+@contextmanager
+def _loaded_when_used(*names: str) -> Iterator[None]:
+    """Imports inside the block get stand-ins for ``names``; the real modules load at their first use."""
+    deferred = {name: _Deferred(name) for name in names if name not in sys.modules}
+    sys.modules.update(deferred)
+    try:
+        yield
+    finally:
+        for name in deferred:
+            del sys.modules[name]
+
+
+with _loaded_when_used("seaborn", "matplotlib.pyplot"):  # gymnax draws with them and we do not: 1 s of a cold start
+    import gymnax
 
 _CONTINUOUS = "its actions are continuous"
 UNAVAILABLE = {
@@ -48,8 +77,13 @@ def make(name: str) -> Environment:
 
     observation = jax.eval_shape(lambda: encode(env.reset(jax.random.key(0), params)[0]))
     num_actions = int(env.action_space(params).n)
-    spec = EnvSpec(id=f"gymnax:{name}", observation_shape=observation.shape, observation_dtype=str(observation.dtype),
-                   num_actions=num_actions, can_truncate=True)
+    spec = EnvSpec(
+        id=f"gymnax:{name}",
+        observation_shape=observation.shape,
+        observation_dtype=str(observation.dtype),
+        num_actions=num_actions,
+        can_truncate=True,
+    )
 
     def reset(key: jax.Array) -> tuple[Any, TimeStep]:
         observation, state = env.reset_env(key, params)
@@ -62,8 +96,14 @@ def make(name: str) -> Environment:
 
     def _timestep(observation: jax.Array, reward: Any, terminated: Any, truncated: Any) -> TimeStep:
         terminated = jnp.asarray(terminated, jnp.bool_)
-        return TimeStep(observation=observation, reward=jnp.asarray(reward, jnp.float32), terminated=terminated,
-                        truncated=jnp.asarray(truncated, jnp.bool_) & ~terminated, final_observation=observation,
-                        legal=jnp.ones(num_actions, jnp.bool_), player=jnp.int32(0))
+        return TimeStep(
+            observation=observation,
+            reward=jnp.asarray(reward, jnp.float32),
+            terminated=terminated,
+            truncated=jnp.asarray(truncated, jnp.bool_) & ~terminated,
+            final_observation=observation,
+            legal=jnp.ones(num_actions, jnp.bool_),
+            player=jnp.int32(0),
+        )
 
     return array_state(Environment(spec, reset, step))

@@ -40,8 +40,14 @@ def make(name: str) -> Environment:
     num_actions = int(first.legal_action_mask.shape[0])
     stored = "bool" if dtype == jnp.bool_ else "float32"
     masked = not name.startswith("minatar-")
-    spec = EnvSpec(id=f"pgx:{name}", observation_shape=shape, observation_dtype=stored, num_actions=num_actions,
-                   num_players=env.num_players, has_legal=masked)
+    spec = EnvSpec(
+        id=f"pgx:{name}",
+        observation_shape=shape,
+        observation_dtype=stored,
+        num_actions=num_actions,
+        num_players=env.num_players,
+        has_legal=masked,
+    )
 
     def reset(key: jax.Array) -> tuple[Any, TimeStep]:
         state = env.init(key)
@@ -54,8 +60,14 @@ def make(name: str) -> Environment:
 
     def _timestep(state: Any, reward: jax.Array) -> TimeStep:
         observation = state.observation.astype(stored)
-        return TimeStep(observation=observation, reward=reward, terminated=state.terminated,
-                        truncated=state.truncated & ~state.terminated, final_observation=observation,
-                        legal=state.legal_action_mask, player=state.current_player.astype(jnp.int32))
+        return TimeStep(
+            observation=observation,
+            reward=reward,
+            terminated=state.terminated,
+            truncated=state.truncated & ~state.terminated,
+            final_observation=observation,
+            legal=state.legal_action_mask,
+            player=state.current_player.astype(jnp.int32),
+        )
 
     return array_state(Environment(spec, reset, step))

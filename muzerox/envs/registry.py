@@ -31,7 +31,9 @@ def _adapter(env_id: str, suite: str) -> ModuleType:
         importlib.import_module(row.requires)
     except ModuleNotFoundError as error:
         install = f'pip install "muzerox[{row.extra}]"' if row.extra else f"pip install {error.name}"
-        raise EnvironmentUnavailable("env", env_id, f"needs the package {error.name}, which is not installed: {install}") from None
+        raise EnvironmentUnavailable(
+            "env", env_id, f"needs the package {error.name}, which is not installed: {install}"
+        ) from None
     return importlib.import_module(row.module)
 
 
@@ -47,13 +49,16 @@ def make_env(env_id: str) -> Environment:
         guess = next((full for full in known if full.partition(":")[2].lower() == env_id.lower()), nearest_name(env_id, known))
         raise EnvironmentUnavailable("env", env_id, "must be suite:name", guess)
     if suite not in SUITES:
-        raise EnvironmentUnavailable("env", env_id, f"unknown suite; suites are {', '.join(SUITES)}",
-                                     f"{nearest_name(suite, SUITES)}:{name}")
+        raise EnvironmentUnavailable(
+            "env", env_id, f"unknown suite; suites are {', '.join(SUITES)}", f"{nearest_name(suite, SUITES)}:{name}"
+        )
     adapter = _adapter(env_id, suite)
     if name in adapter.UNAVAILABLE:
         raise EnvironmentUnavailable("env", env_id, f"cannot be served: {adapter.UNAVAILABLE[name]}")
     if name not in adapter.names():
-        raise EnvironmentUnavailable("env", env_id, f"{suite} has no such environment", f"{suite}:{nearest_name(name, adapter.names())}")
+        raise EnvironmentUnavailable(
+            "env", env_id, f"{suite} has no such environment", f"{suite}:{nearest_name(name, adapter.names())}"
+        )
     return adapter.make(name)
 
 

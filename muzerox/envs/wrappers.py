@@ -27,8 +27,9 @@ def auto_reset(env: Environment) -> Environment:
             return jnp.where(ended.reshape((1,) * new.ndim) if new.ndim else ended, new, old)
 
         state = jax.tree.map(choose, fresh_state, state)
-        shown = jax.tree.map(choose, (fresh.observation, fresh.legal, fresh.player),
-                             (timestep.observation, timestep.legal, timestep.player))
+        shown = jax.tree.map(
+            choose, (fresh.observation, fresh.legal, fresh.player), (timestep.observation, timestep.legal, timestep.player)
+        )
         return state, timestep.replace(observation=shown[0], legal=shown[1], player=shown[2])
 
     return env._replace(step=step)
@@ -42,8 +43,11 @@ def array_state(env: Environment) -> Environment:
     after = jax.eval_shape(lambda key: env.step(key, env.reset(key)[0], jnp.int32(0))[0], jax.random.key(0))
 
     def fix(state: Any) -> Any:
-        return jax.tree.map(lambda x, like: x if jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-                            else jnp.asarray(x).astype(like.dtype), state, after)
+        return jax.tree.map(
+            lambda x, like: x if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else jnp.asarray(x).astype(like.dtype),
+            state,
+            after,
+        )
 
     def reset(key: jax.Array) -> tuple[Any, TimeStep]:
         state, timestep = env.reset(key)

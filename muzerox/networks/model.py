@@ -45,8 +45,9 @@ class VectorNetworks(nnx.Module):
         self.embedding = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
         # Hidden state and one-hot action enter the dynamics as a sum of two products; the second is a row look-up.
         self.hidden_in = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
-        self.action_in = nnx.Embed(spec.num_actions, width, dtype=dtype, rngs=rngs,
-                                   embedding_init=nnx.initializers.normal(1.0 / math.sqrt(width)))
+        self.action_in = nnx.Embed(
+            spec.num_actions, width, dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(1.0 / math.sqrt(width))
+        )
         self.transition = torso(width, depth - 1)
         self.hidden_out = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
         self.prediction = torso(width, depth)
@@ -76,8 +77,9 @@ class GridNetworks(nnx.Module):
         width, depth, bins = config.width, config.depth, config.num_bins
         self.representation = ResNet(channels, width, depth, dtype=dtype, rngs=rngs)
         # A learnt plane an action: where a move lands on the board is not known to an adapter, so it is learnt.
-        self.action_in = nnx.Embed(spec.num_actions, height * wide, dtype=dtype, rngs=rngs,
-                                   embedding_init=nnx.initializers.normal(1.0))
+        self.action_in = nnx.Embed(
+            spec.num_actions, height * wide, dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(1.0)
+        )
         self.transition = ResNet(width + 1, width, depth, dtype=dtype, rngs=rngs)
         self.prediction = ResNet(width, width, max(depth // 2, 1), dtype=dtype, rngs=rngs)
         self.reward_reduce, self.reward_head = _grid_head(width, height * wide, bins, dtype, rngs)
@@ -121,7 +123,9 @@ def make_model(config: NetworkConfig, spec: EnvSpec, policy: Policy) -> Model:
     """
     grid = len(spec.observation_shape) == 3
     if config.kind == "resnet" and not grid:
-        raise ConfigError("network.kind", "resnet", f"needs observations [H, W, C], {spec.id} has {spec.observation_shape}", "mlp")
+        raise ConfigError(
+            "network.kind", "resnet", f"needs observations [H, W, C], {spec.id} has {spec.observation_shape}", "mlp"
+        )
     networks = GridNetworks if config.kind == "resnet" or (config.kind == "auto" and grid) else VectorNetworks
 
     def build(key: jax.Array) -> nnx.Module:

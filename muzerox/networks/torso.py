@@ -7,6 +7,7 @@ activations, parameters are float32.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ class MLP(nnx.Module):
 
     def __init__(self, inputs: int, width: int, depth: int, *, dtype: str, rngs: nnx.Rngs):
         sizes = [inputs] + [width] * depth
-        self.layers = nnx.List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)])
+        self.layers = nnx.List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
         self.norms = nnx.List([nnx.LayerNorm(b, dtype=dtype, rngs=rngs) for b in sizes[1:]])
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -61,8 +61,14 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
         # Only the shape of a row is wanted: nothing is acted here.
         row = jax.eval_shape(act, key_run, learner.params, actors, EpisodeStats.zero())[2]
         example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), row)
-        return RunState(key=key_run, learner=learner, actors=actors, replay=replay.init(config.replay, example),
-                        rows=jnp.int32(0), credit=jnp.int32(0))
+        return RunState(
+            key=key_run,
+            learner=learner,
+            actors=actors,
+            replay=replay.init(config.replay, example),
+            rows=jnp.int32(0),
+            credit=jnp.int32(0),
+        )
 
     def play(state: RunState, stats: EpisodeStats) -> tuple[RunState, EpisodeStats]:
         """Every environment makes the steps due before the next update."""
@@ -91,7 +97,8 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
 
     example = jax.eval_shape(init, jax.random.key(0))
     shardings = placement.replicate(mesh, example).replace(
-        actors=placement.split_axis(mesh, example.actors, 0), replay=placement.split_axis(mesh, example.replay, 1))
+        actors=placement.split_axis(mesh, example.actors, 0), replay=placement.split_axis(mesh, example.replay, 1)
+    )
     jit_init = jax.jit(init, out_shardings=shardings)
     jit_dispatch = jax.jit(dispatch, donate_argnums=0, in_shardings=(shardings,), out_shardings=(shardings, None, None))
 
@@ -114,8 +121,11 @@ def _report(num_envs: int, state: RunState, outputs: list[Any]) -> Report:
     skipped = metrics.pop("skipped")
     finite = skipped == 0  # a skipped update has no loss worth averaging
     return Report(
-        env_steps=int(state.rows) * num_envs, updates=int(state.learner.updates), episodes=episodes,
+        env_steps=int(state.rows) * num_envs,
+        updates=int(state.learner.updates),
+        episodes=episodes,
         mean_return=sum(float(stats.return_sum) for stats, _ in outputs) / episodes if episodes else None,
         mean_length=sum(int(stats.length_sum) for stats, _ in outputs) / episodes if episodes else None,
         skipped_updates=int(skipped.sum()),
-        metrics={name: float(values[finite].mean()) for name, values in metrics.items() if finite.any()})
+        metrics={name: float(values[finite].mean()) for name, values in metrics.items() if finite.any()},
+    )

@@ -22,10 +22,12 @@ def make_mesh(num_devices: int) -> Mesh:
 
 def split_axis(mesh: Mesh, tree: Any, axis: int) -> Any:
     """Shardings that split ``axis`` of every leaf over the mesh and copy leaves that lack it."""
+
     def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         if len(leaf.shape) <= axis:
             return NamedSharding(mesh, PartitionSpec())
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
+
     return jax.tree.map(sharding, tree)
 
 

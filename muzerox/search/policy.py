@@ -25,21 +25,32 @@ class Search(Protocol):
     is static: False switches every root noise off and takes the best action.
     """
 
-    def __call__(self, key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any,
-                 invalid: jax.Array | None, explore: bool) -> Decision: ...
+    def __call__(
+        self, key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any, invalid: jax.Array | None, explore: bool
+    ) -> Decision: ...
 
 
 def gumbel_search(config: SearchConfig) -> Search:
     """Gumbel MuZero: sequential halving at the root, deterministic interior selection, improved policy target."""
-    qtransform = functools.partial(mctx.qtransform_completed_by_mix_value,
-                                   value_scale=config.value_scale, maxvisit_init=config.maxvisit_init)
+    qtransform = functools.partial(
+        mctx.qtransform_completed_by_mix_value, value_scale=config.value_scale, maxvisit_init=config.maxvisit_init
+    )
 
-    def search(key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any,
-               invalid: jax.Array | None, explore: bool) -> Decision:
+    def search(
+        key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any, invalid: jax.Array | None, explore: bool
+    ) -> Decision:
         output = mctx.gumbel_muzero_policy(
-            params, key, root, recurrent_fn, config.num_simulations, invalid, max_depth=config.max_depth,
-            qtransform=qtransform, max_num_considered_actions=config.max_considered_actions,
-            gumbel_scale=config.gumbel_scale if explore else 0.0)
+            params,
+            key,
+            root,
+            recurrent_fn,
+            config.num_simulations,
+            invalid,
+            max_depth=config.max_depth,
+            qtransform=qtransform,
+            max_num_considered_actions=config.max_considered_actions,
+            gumbel_scale=config.gumbel_scale if explore else 0.0,
+        )
         return _decision(output)
 
     return search
@@ -48,13 +59,23 @@ def gumbel_search(config: SearchConfig) -> Search:
 def muzero_search(config: SearchConfig) -> Search:
     """MuZero's PUCT with Dirichlet noise at the root and actions sampled from visit counts."""
 
-    def search(key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any,
-               invalid: jax.Array | None, explore: bool) -> Decision:
+    def search(
+        key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any, invalid: jax.Array | None, explore: bool
+    ) -> Decision:
         output = mctx.muzero_policy(
-            params, key, root, recurrent_fn, config.num_simulations, invalid, max_depth=config.max_depth,
-            dirichlet_fraction=config.dirichlet_fraction if explore else 0.0, dirichlet_alpha=config.dirichlet_alpha,
-            pb_c_init=config.pb_c_init, pb_c_base=config.pb_c_base,
-            temperature=config.temperature if explore else 0.0)
+            params,
+            key,
+            root,
+            recurrent_fn,
+            config.num_simulations,
+            invalid,
+            max_depth=config.max_depth,
+            dirichlet_fraction=config.dirichlet_fraction if explore else 0.0,
+            dirichlet_alpha=config.dirichlet_alpha,
+            pb_c_init=config.pb_c_init,
+            pb_c_base=config.pb_c_base,
+            temperature=config.temperature if explore else 0.0,
+        )
         return _decision(output)
 
     return search
@@ -63,5 +84,6 @@ def muzero_search(config: SearchConfig) -> Search:
 def _decision(output: Any) -> Decision:
     # The tree's root value is the mean over the root's own value and every backed-up return.
     value = output.search_tree.node_values[:, mctx.Tree.ROOT_INDEX]
-    return Decision(action=output.action.astype(jnp.int32), policy=output.action_weights.astype(jnp.float32),
-                    value=value.astype(jnp.float32))
+    return Decision(
+        action=output.action.astype(jnp.int32), policy=output.action_weights.astype(jnp.float32), value=value.astype(jnp.float32)
+    )

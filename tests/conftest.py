@@ -1,0 +1,22 @@
+"""Strict JAX for every test, two fake CPU devices, and a home of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compiled programs are shared between the tests and their subprocesses, and with nobody else."""
+    home: Path = tmp_path_factory.getbasetemp().parent / "muzerox-home"
+    os.environ["MUZEROX_HOME"] = str(home)
