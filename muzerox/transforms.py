@@ -14,7 +14,8 @@ EPSILON = 1e-3
 
 def signed_hyperbolic(x: jax.Array) -> jax.Array:
     """sign(x) (sqrt(|x| + 1) - 1) + 0.001 x, elementwise, float32."""
-    return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1.0) - 1.0) + EPSILON * x
+    # sqrt(|x| + 1) - 1 = |x| / (sqrt(|x| + 1) + 1): the difference would lose small x to rounding in float32.
+    return x / (jnp.sqrt(jnp.abs(x) + 1.0) + 1.0) + EPSILON * x
 
 
 def signed_parabolic(x: jax.Array) -> jax.Array:
