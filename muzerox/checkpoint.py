@@ -6,8 +6,14 @@ of, replay included. A checkpoint counts as saved once :meth:`Checkpoints.finish
 
 from __future__ import annotations
 
+import functools
+import logging
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -15,6 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from muzerox.errors import CheckpointError
+
+
+@functools.cache
+def _orbax() -> ModuleType:
+    """orbax, which is slow to import and not needed by every use of the package.
+
+    It logs to stderr what it also raises, and warnings that are not for the user; neither is shown.
+    """
+    import orbax.checkpoint
+    from absl import logging as absl_logging
+
+    absl_logging.get_absl_logger().addFilter(lambda r: r.levelno > logging.ERROR or "orbax" not in Path(r.pathname).parts)
+    return orbax.checkpoint
 
 
 def _is_key(leaf: Any) -> bool:
@@ -44,6 +63,24 @@ def _to_device(saved: Any, like: Any) -> Any:
     return jax.tree.map(leaf, saved, like)
 
 
+@contextmanager
+def _late_reads_silenced() -> Iterator[None]:
+    """No tracebacks of reads that nobody waits for.
+
+    orbax closes its event loop at the first read that fails; tensorstore's threads then print a traceback for each of
+    the others, at any later time, so the silence stays when the block fails.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, RuntimeError) or str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    yield
+    sys.unraisablehook = before
+
+
 class Checkpoints:
     """The checkpoints of one run directory.
 
@@ -54,15 +91,16 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, writable: bool, keep: int = 2):
-        import orbax.checkpoint as ocp  # slow to import, and not every use of the package needs it
-
-        self._ocp = ocp
+        self._ocp = ocp = _orbax()
         self.directory = directory.resolve()
         self._pending: list[int] = []
         if writable:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(leftover)
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(leftover)
+            except OSError as error:
+                raise CheckpointError(str(self.directory), None, f"cannot be written: {error.strerror}") from None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep if writable else None, create=False, read_only=not writable, enable_async_checkpointing=writable
         )
@@ -108,16 +146,26 @@ class Checkpoints:
         if step is None:
             raise CheckpointError(str(self.directory), None, "holds no checkpoint")
         path = self.directory / str(step) / item
+        template = _template(like)
         try:
-            restored = self._manager.restore(
-                step, args=self._ocp.args.Composite(**{item: self._ocp.args.StandardRestore(_template(like))})
-            )[item]
+            with _late_reads_silenced():
+                restored = self._manager.restore(
+                    step, args=self._ocp.args.Composite(**{item: self._ocp.args.StandardRestore(template)})
+                )[item]
         except Exception as error:  # orbax raises many kinds on a damaged folder; all mean the same to the user
             older = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and int(p.name) < step)
             hint = f"; delete the folder {path.parent} to go on from step {older[-1]}" if older else ""
             raise CheckpointError(
                 str(path), None, f"is corrupt or does not fit this configuration ({_first_line(error)}){hint}"
             ) from error
+        for (name, want), saved in zip(jax.tree.leaves_with_path(template), jax.tree.leaves(restored), strict=True):
+            if (saved.shape, saved.dtype) != (want.shape, want.dtype):  # which orbax lets pass
+                raise CheckpointError(
+                    str(path),
+                    None,
+                    f"does not fit this configuration: {jax.tree_util.keystr(name, simple=True, separator='.')} is "
+                    f"{saved.dtype}{list(saved.shape)}, and the configuration makes it {want.dtype}{list(want.shape)}",
+                )
         return _to_device(restored, like)
 
     def close(self) -> None:

@@ -40,8 +40,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_config(args: argparse.Namespace) -> Config:
     """Preset, then file, then options, each over the last. Raises ConfigError."""
-    tree = config_io.read_tree(args.config) if args.config else {}
-    env = args.env or tree.get("env") or Config().env
+    tree = config_io.read_tree(args.config) if args.config is not None else {}
+    env = args.env if args.env is not None else tree.get("env", Config().env)
     if not isinstance(env, str):
         raise ConfigError("env", env, "must be text such as gymnax:CartPole-v1")
     config = Config.preset(env).merge({**tree, "env": env})
@@ -67,16 +67,17 @@ def _train(args: argparse.Namespace) -> int:
     from muzerox import training
     from muzerox.run_dir import RunDir
 
-    if args.resume:
+    if args.resume is not None:
         for option in ("env", "config", "seed", "out"):
             if getattr(args, option) is not None:
                 raise UserError(
                     f"--{option}", getattr(args, option), "cannot be given with --resume, which takes it from the run"
                 )
         changes = dict(config_io.parse_assignment(text) for text in args.assignments)
-        if RunDir(args.resume).result() is not None and not changes:
-            print(f"{args.resume} has already finished; train on with --set train.max_env_steps=N", file=sys.stderr)
+        already = not changes and RunDir(args.resume).result() is not None
         result = training.resume(args.resume, changes=changes)
+        if already:
+            print(f"{args.resume} has already finished; train on with --set train.max_env_steps=N", file=sys.stderr)
     else:
         result = training.train(make_config(args), args.out)
     if args.json:

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable
+from typing import Any
 
 from muzerox.errors import nearest_name
 
@@ -44,9 +45,19 @@ class Parser(argparse.ArgumentParser):
         """Exits with 2 after one line on stderr."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and "invalid choice" in message:
-                value = message.partition("invalid choice: ")[2].split("'")[1]
-                message = f"command = {value!r}: no such command; nearest valid: {nearest_name(value, action.choices)}"
+                value = message.partition("invalid choice: ")[2].rpartition(" (choose from")[0]
+                message = f"command = {value}: no such command; nearest valid: {nearest_name(value, action.choices)}"
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but what is left over is an error here, where the options of the command are known."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and rest[0].startswith("-"):
+            option = rest[0].partition("=")[0]
+            self.error(f"{option}: no such option; nearest valid: {nearest_name(option, self._option_string_actions)}")
+        elif rest:
+            self.error(f"{rest[0]!r}: unexpected argument")
+        return found, rest
 
 
 def load() -> dict[str, Command]:

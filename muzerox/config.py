@@ -318,8 +318,9 @@ class Config(_Section):
     @classmethod
     def preset(cls, env: str) -> Config:
         """The tuned defaults for ``env`` when there are some, the general defaults otherwise."""
-        file = importlib.resources.files("muzerox").joinpath("presets", env.replace(":", "_") + ".toml")
-        tree = tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
+        files = {file.name: file for file in importlib.resources.files("muzerox").joinpath("presets").iterdir()}
+        file = files.get(env.replace(":", "_") + ".toml")
+        tree = tomllib.loads(file.read_text("utf-8")) if file is not None else {}
         return cls.from_dict({"env": env, **tree})
 
 
@@ -346,7 +347,9 @@ def paths() -> dict[str, dataclasses.Field[Any]]:
 
 
 def _unknown(path: str) -> ConfigError:
-    return ConfigError(path, None, "is not a configuration key", nearest_name(path, paths()))
+    if path in SECTIONS:
+        return ConfigError(path, None, "is a section, not a key", f"{path}.{_names(SECTIONS[path])[0]}")
+    return ConfigError(path, None, "is not a configuration key", nearest_name(path, [*paths(), *SECTIONS]))
 
 
 def _set_path(tree: dict[str, Any], path: str, value: Any) -> None:

@@ -36,7 +36,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
     """TOML text to a nested dictionary; raises ConfigError naming ``source`` on bad syntax."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: bad syntax, and numbers of thousands of digits
         raise ConfigError(source, None, f"is not valid TOML: {error}") from None
 
 
@@ -75,9 +75,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     if value.lower() == "none":
         return path.strip(), None
     try:
-        return path.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return path.strip(), value
+        tree = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        tree = {}
+    return path.strip(), tree["value"] if len(tree) == 1 else value
 
 
 def fingerprint(config: Config) -> str:

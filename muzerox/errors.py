@@ -15,7 +15,9 @@ class UserError(ValueError):
 
     def __init__(self, path: str, value: object, rule: str, nearest: object = None):
         self.path, self.value, self.rule, self.nearest = path, value, rule, nearest
-        text = f"{path} = {value!r}: {rule}" if value is not None else f"{path}: {rule}"
+        shown = repr(value)
+        shown = shown if len(shown) <= 300 else f"{shown[:140]}...{shown[-140:]}"
+        text = f"{path} = {shown}: {rule}" if value is not None else f"{path}: {rule}"
         if nearest is not None:
             text += f"; nearest valid: {nearest}"
         super().__init__(" ".join(text.split()))

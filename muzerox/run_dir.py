@@ -18,6 +18,8 @@ class RunDir:
     """Paths and small files of one run."""
 
     def __init__(self, path: str | Path):
+        if not str(path):
+            raise UserError("directory", "", "must not be empty")
         self.path = Path(path)
         self.config_file = self.path / "config.toml"
         self.metrics_file = self.path / "metrics.jsonl"
@@ -32,13 +34,25 @@ class RunDir:
         name = config.env.partition(":")[2].replace("/", "_")
         return RunDir(Path("runs") / f"{name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
 
-    def create(self, config: Config) -> None:
-        """Makes the folder and writes ``config.toml``. Raises UserError when it exists or may not be written."""
-        if self.config_file.exists():
-            raise UserError("--out", str(self.path), f"already holds a run; continue it with --resume {self.path}")
+    def check_new(self) -> None:
+        """Raises UserError when the folder cannot hold a new run; writes nothing."""
         try:
+            if self.config_file.exists():
+                raise UserError("--out", str(self.path), f"already holds a run; continue it with --resume {self.path}")
             if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
                 raise UserError("--out", str(self.path), "exists and is not an empty directory")
+            parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+            if not parent.is_dir():
+                raise UserError("--out", str(self.path), f"cannot be written: {parent} is not a directory")
+            if not os.access(parent, os.W_OK | os.X_OK):
+                raise UserError("--out", str(self.path), f"cannot be written: no permission to write in {parent}")
+        except OSError as error:
+            raise UserError("--out", str(self.path), f"cannot be written: {error.strerror}") from None
+
+    def create(self, config: Config) -> None:
+        """Makes the folder and writes ``config.toml``. Raises UserError when it cannot."""
+        self.check_new()
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config_file, config_io.dumps(config))
         except OSError as error:
@@ -67,21 +81,27 @@ class RunDir:
     def result(self) -> dict[str, Any] | None:
         """What a finished run reported; None while it has not finished."""
         try:
-            return json.loads(self.result_file.read_text())
+            result = json.loads(self.result_file.read_text("utf-8"))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise CheckpointError(str(self.result_file), None, f"cannot be read: {error.strerror}") from None
         except ValueError:
-            raise CheckpointError(str(self.result_file), None, "is not valid JSON; delete it to resume the run") from None
+            result = None
+        if not isinstance(result, dict):
+            raise CheckpointError(str(self.result_file), None, "is not a JSON object; delete it to resume the run")
+        return result
 
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl; a last line cut short by a kill is left out."""
         if not self.metrics_file.exists():
             return []
         rows = []
-        for line in self.metrics_file.read_text().splitlines():
+        for line in self.metrics_file.read_text("utf-8", errors="replace").splitlines():
             try:
-                rows.append(json.loads(line))
-            except ValueError:
+                row = json.loads(line)
+                rows.append({**row, "updates": int(row["updates"])})
+            except (ValueError, TypeError, KeyError):
                 break
         return rows
 

@@ -20,7 +20,7 @@ from muzerox.checkpoint import Checkpoints
 from muzerox.compilation import compile_beside, enable_cache
 from muzerox.config import Config
 from muzerox.envs import make_env
-from muzerox.errors import ConfigError, RunFailed
+from muzerox.errors import CheckpointError, ConfigError, RunFailed
 from muzerox.evaluate import Evaluation, make_episodes, summarise
 from muzerox.precision import resolve
 from muzerox.report import Reporter, draw_return_curve
@@ -72,8 +72,10 @@ def train(config: Config, out: str | Path | None = None, *, quiet: bool = False)
       RunFailed: training diverged.
     """
     config = config.replace({f"precision.{k}": v for k, v in dataclasses.asdict(resolve(config.precision)).items()})
-    session = _Session(config, RunDir(out) if out is not None else RunDir.default(config))
-    session.run.create(config)
+    run = RunDir(out) if out is not None else RunDir.default(config)
+    run.check_new()  # before anything is compiled; create() checks again when the rest is known to be right
+    session = _Session(config, run)
+    run.create(config)
     return session.go(quiet=quiet)
 
 
@@ -94,16 +96,15 @@ def resume(path: str | Path, *, changes: Mapping[str, Any] | None = None, quiet:
     config = run.load_config()
     result = run.result()
     if result is not None and not changes:
-        return TrainResult(**{**_ABSENT, **result, "out": str(run.path)})
+        try:
+            return TrainResult(**{**_ABSENT, **result, "out": str(run.path)})
+        except TypeError:
+            raise CheckpointError(str(run.result_file), None, "lacks what a result holds; delete it to resume the run") from None
     for name in changes or {}:
         if name not in RESUMABLE:
             raise ConfigError(name, None, f"cannot change when a run is resumed; what can: {', '.join(RESUMABLE)}")
     config = config.replace(changes or {})
-    session = _Session(config, run)
-    if changes:
-        run.result_file.unlink(missing_ok=True)
-        write_atomically(run.config_file, config_io.dumps(config))
-    return session.go(quiet=quiet)
+    return _Session(config, run).go(quiet=quiet, changed=bool(changes))
 
 
 class _Session:
@@ -118,8 +119,8 @@ class _Session:
             self.runtime = make_runtime(config, self.env, self.algorithm)
             self.evaluate = _make_evaluate(config, self.env, self.algorithm)
 
-    def go(self, *, quiet: bool) -> TrainResult:
-        """Restores or initialises, then trains to the end."""
+    def go(self, *, quiet: bool, changed: bool = False) -> TrainResult:
+        """Restores or initialises, then trains to the end. ``changed``: the configuration on disk is to be replaced."""
         with self.run.lock(), _stop_signals() as stopped:
             with self.clock.phase("restore"):
                 checkpoints = Checkpoints(self.run.checkpoints, writable=True)
@@ -129,6 +130,9 @@ class _Session:
                     like = jax.eval_shape(self.runtime.init, jax.random.key(0))
                     state = checkpoints.restore_state(like)
             updates, start = int(state.learner.updates), int(state.rows) * self.config.runtime.num_envs
+            if changed:  # only now that the run is ours and its checkpoint is sound
+                self.run.result_file.unlink(missing_ok=True)
+                write_atomically(self.run.config_file, config_io.dumps(self.config))
             self.run.rewind_metrics(updates)
             try:
                 with Reporter(self.run, self.config, quiet=quiet, start=start) as reporter:
