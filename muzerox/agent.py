@@ -16,6 +16,7 @@ from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import UserError
 from muzerox.evaluate import Evaluation, make_episodes, summarise
+from muzerox.opponents import make_opponent
 from muzerox.run_dir import RunDir
 from muzerox.types import Algorithm, Environment, EnvSpec, Params
 
@@ -104,14 +105,17 @@ class Agent:
         return Agent(config, self.env, make_algorithm(config, self.spec), self.params)
 
 
-def evaluate_run(path: str | Path, *, episodes: int = 64, seed: int = 0, precision: str | None = None) -> Evaluation:
+def evaluate_run(
+    path: str | Path, *, episodes: int = 64, seed: int = 0, opponent: str = "random", precision: str | None = None
+) -> Evaluation:
     """Plays ``episodes`` whole episodes with a run's newest agent; see ``muzerox.evaluate``.
 
     Raises:
       CheckpointError: not a run, no checkpoint, or a corrupt one.
       ConfigError: unknown precision level.
+      UserError: an opponent that the environment does not have.
     """
     enable_cache()
     agent = Agent.load(path, precision=precision)
-    play = jax.jit(make_episodes(agent.env, agent.algorithm, episodes))
+    play = jax.jit(make_episodes(agent.env, agent.algorithm, episodes, opponent=make_opponent(opponent, agent.spec)))
     return summarise(agent.env, play(jax.random.key(seed), agent.params))

@@ -130,6 +130,9 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=int, default=64, metavar="N", help="episodes to play (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the episodes (default 0)")
     parser.add_argument(
+        "--opponent", default="random", metavar="NAME", help="two players: random (default), or perfect (tic_tac_toe)"
+    )
+    parser.add_argument(
         "--precision", metavar="LEVEL", help="act at another level than the run was trained at: O0, O1, O1_float16, O2"
     )
     add_output_arguments(parser)
@@ -142,7 +145,9 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise UserError("--episodes", args.episodes, "must be from 1 to 1000000", 1 if args.episodes < 1 else 1_000_000)
     if not 0 <= args.seed < 2**31:
         raise UserError("--seed", args.seed, "must be from 0 to 2147483647", 0)
-    summary = evaluate_run(args.run_dir, episodes=args.episodes, seed=args.seed, precision=args.precision).to_dict()
+    summary = evaluate_run(
+        args.run_dir, episodes=args.episodes, seed=args.seed, opponent=args.opponent, precision=args.precision
+    ).to_dict()
     if args.json:
         print(json.dumps(summary))
     else:
@@ -158,7 +163,7 @@ EVALUATE = Command(
     add_arguments=_evaluate_arguments,
     run=_evaluate,
     description="""Plays episodes with search and without exploration, from the newest checkpoint of a run.
-Two-player games are played against uniformly random moves, the agent moving first in every other game.
+In two-player games the agent meets --opponent and moves first in every other game.
 
   muzerox evaluate runs/cartpole --episodes 100 --json""",
 )

@@ -90,7 +90,7 @@ class NetworkConfig(_Section):
     """Representation, dynamics and prediction networks."""
 
     prefix: ClassVar[str] = "network."
-    kind: str = knob("auto", "torso; auto takes resnet for images and boards, mlp otherwise", choices=("auto", "mlp", "resnet"))
+    kind: str = knob("auto", "torso; auto takes resnet for images and boards of 4x4 cells or more, mlp otherwise", choices=("auto", "mlp", "resnet"))
     width: int = knob(64, "hidden state size and layer width (mlp), channels (resnet)", unit="units", low=1, high=8192)
     depth: int = knob(2, "hidden layers (mlp) or residual blocks (resnet) of each network", unit="layers", low=1, high=64)
     num_bins: int = knob(21, "categories of the value and reward heads", unit="bins", low=2, high=4096)

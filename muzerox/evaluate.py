@@ -14,18 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muzerox.opponents import Opponent, random_opponent
 from muzerox.types import Algorithm, Environment, Params, TimeStep
 
-# (key, observation [B, ...], legal [B, A]) -> action [B] int32
-Opponent = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
 MAX_EPISODE_STEPS = 27_000  # half an hour of Atari at 15 decisions a second; games without an end stop here
-
-
-def random_opponent(key: jax.Array, observation: jax.Array, legal: jax.Array) -> jax.Array:
-    """Uniform over legal actions."""
-    del observation
-    return jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf)).astype(jnp.int32)
 
 
 class Episodes(NamedTuple):

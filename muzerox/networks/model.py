@@ -121,12 +121,13 @@ def make_model(config: NetworkConfig, spec: EnvSpec, policy: Policy) -> Model:
     Raises:
       ConfigError: ``network.kind = resnet`` for observations that are not [H, W, C].
     """
-    grid = len(spec.observation_shape) == 3
+    shape = spec.observation_shape
+    grid = len(shape) == 3
     if config.kind == "resnet" and not grid:
-        raise ConfigError(
-            "network.kind", "resnet", f"needs observations [H, W, C], {spec.id} has {spec.observation_shape}", "mlp"
-        )
-    networks = GridNetworks if config.kind == "resnet" or (config.kind == "auto" and grid) else VectorNetworks
+        raise ConfigError("network.kind", "resnet", f"needs observations [H, W, C], {spec.id} has {list(shape)}", "mlp")
+    # A 3x3 convolution sees all of a board as small as tic_tac_toe's: nothing is shared, and dense layers cost less.
+    wanted = grid and min(shape[:2]) >= 4 if config.kind == "auto" else config.kind == "resnet"
+    networks = GridNetworks if wanted else VectorNetworks
 
     def build(key: jax.Array) -> nnx.Module:
         return networks(config, spec, dtype=policy.compute, rngs=nnx.Rngs(key))
