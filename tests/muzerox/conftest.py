@@ -1,0 +1,37 @@
+"""A tiny run that has finished, made once and copied by whoever changes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import muzerox
+
+TINY = {
+    "train.max_env_steps": 600,
+    "replay.min_size": 64,
+    "replay.capacity": 4096,
+    "runtime.num_envs": 8,
+    "runtime.loop_count": 2,
+    "train.batch_size": 16,
+    "train.eval_episodes": 2,
+    "search.num_simulations": 2,
+    "network.width": 8,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_options() -> list[str]:
+    """Command-line options of the tiny run."""
+    return [part for path, value in TINY.items() for part in ("--set", f"{path}={value}")]
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory. Do not write in it: copy it."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    config = muzerox.Config.preset("gymnax:CartPole-v1").replace(TINY)
+    result = muzerox.train(config, out=out, quiet=True)
+    assert result.finished
+    return out
