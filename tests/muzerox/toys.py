@@ -14,6 +14,7 @@ from muzerox.types import Algorithm, Environment, EnvSpec, Params, TimeStep, Tra
 
 _SMALL: dict[str, Any] = {
     "network.width": 16,
+    "network.depth": 1,
     "network.num_bins": 11,
     "search.num_simulations": 4,
     "replay.capacity": 256,
