@@ -28,8 +28,10 @@ def dumps(config: Config) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    # JSON strings and numbers are TOML strings and numbers; repr keeps every bit of a float.
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        # A JSON string is a TOML string, but for pairs of surrogates, which ensure_ascii makes, and a bare DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)  # keeps every bit of a float
 
 
 def parse(text: str, source: str) -> dict[str, Any]:
