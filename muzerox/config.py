@@ -90,7 +90,11 @@ class NetworkConfig(_Section):
     """Representation, dynamics and prediction networks."""
 
     prefix: ClassVar[str] = "network."
-    kind: str = knob("auto", "torso; auto takes resnet for images and boards of 4x4 cells or more, mlp otherwise", choices=("auto", "mlp", "resnet"))
+    kind: str = knob(
+        "auto",
+        "torso; auto takes resnet for images and boards of 4x4 cells or more, mlp otherwise",
+        choices=("auto", "mlp", "resnet"),
+    )
     width: int = knob(64, "hidden state size and layer width (mlp), channels (resnet)", unit="units", low=1, high=8192)
     depth: int = knob(2, "hidden layers (mlp) or residual blocks (resnet) of each network", unit="layers", low=1, high=64)
     num_bins: int = knob(21, "categories of the value and reward heads", unit="bins", low=2, high=4096)
@@ -145,6 +149,13 @@ class TrainConfig(_Section):
     discount: float = knob(0.99, "discount of a step", low=0.0, high=1.0)
     reanalyze_fraction: float = knob(
         0.0, "share of a batch whose policy targets are searched again with the target network", unit="share", low=0.0, high=1.0
+    )
+    random_action: float = knob(
+        0.0,
+        "share of self-play actions drawn uniformly among the legal ones; value targets stop short of them",
+        unit="share",
+        low=0.0,
+        high=1.0,
     )
     target_period: int = knob(100, "updates between copies into the target network", unit="updates", low=1, high=10_000_000)
     learning_rate: float = knob(2e-3, "AdamW step size", low=0.0, high=10.0)

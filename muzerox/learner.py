@@ -55,9 +55,11 @@ def make_batch(
     train = config.train
     unroll = train.unroll_steps
     storage = state.storage
-    window = (storage.action, storage.reward, storage.terminated, storage.truncated)
-    action, reward, terminated, truncated = replay.read(window, start, jnp.arange(unroll + train.td_steps))
-    boot = returns.n_step(reward, terminated, truncated, discount=train.discount * spec.sign, n=train.td_steps)
+    window = (storage.action, storage.reward, storage.terminated, storage.truncated, storage.random)
+    rows = jnp.arange(unroll + train.td_steps)
+    action, reward, terminated, truncated, random = replay.read(window, start, rows)
+    signed = train.discount * spec.sign
+    boot = returns.n_step(reward, terminated, truncated, discount=signed, n=train.td_steps, random=random)
     absorbing, unknown = returns.unroll_masks(terminated[:, :unroll], truncated[:, :unroll])
 
     bootstrap_observation = replay.read(storage.observation, start, boot.row)

@@ -22,7 +22,15 @@ class Bootstrap(NamedTuple):
     use_final: jax.Array  # [B, K+1] bool, take that row's final observation (the episode was truncated there)
 
 
-def n_step(reward: jax.Array, terminated: jax.Array, truncated: jax.Array, *, discount: float, n: int) -> Bootstrap:
+def n_step(
+    reward: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    *,
+    discount: float,
+    n: int,
+    random: jax.Array | None = None,
+) -> Bootstrap:
     """n-step returns of the first K+1 = L - n + 1 positions of a window.
 
     Args:
@@ -30,26 +38,31 @@ def n_step(reward: jax.Array, terminated: jax.Array, truncated: jax.Array, *, di
       terminated, truncated: [B, L] bool. Where both hold, terminated wins.
       discount: signed discount of a step.
       n: rewards summed before the bootstrap; the sum stops at the end of the episode.
+      random: [B, L] bool, rows whose action was drawn at random instead of by the policy. What follows from such an
+        action says nothing about the policy, so the sum stops short of it (Watkins, 1989).
 
     Returns:
-      Bootstrap. After termination nothing is added; after truncation the value of the final observation is.
+      Bootstrap. After termination nothing is added; after truncation the value of the final observation is; before a
+      random action that of the row's own observation.
     """
     positions = reward.shape[1] - n + 1
     rows = jnp.arange(positions)[:, None] + jnp.arange(n)[None, :]  # [K+1, n]
-    ended = (terminated | truncated)[:, rows]  # [B, K+1, n]
-    any_end = jnp.any(ended, axis=-1)
-    last = jnp.where(any_end, jnp.argmax(ended, axis=-1), n - 1)  # index of the last reward of the sum
+    ends = (terminated | truncated)[:, rows]  # [B, K+1, n]
+    stops = ends if random is None else ends | random[:, rows]
+    any_stop = jnp.any(stops, axis=-1)
+    at = jnp.where(any_stop, jnp.argmax(stops, axis=-1), n - 1)  # the row that stops the sum, or the last
+    at_row = jnp.arange(positions)[None, :] + at
+    short = jnp.zeros_like(any_stop) if random is None else any_stop & jnp.take_along_axis(random, at_row, axis=1)
+    summed = at + ~short  # rewards in the sum
     powers = jnp.float32(discount) ** jnp.arange(n + 1, dtype=jnp.int32)
-    steps = jnp.arange(n)[None, None, :]
-    included = (steps <= last[..., None]).astype(jnp.float32)
+    included = (jnp.arange(n)[None, None, :] < summed[..., None]).astype(jnp.float32)
     partial_return = jnp.sum(reward[:, rows] * included * powers[None, None, :n], axis=-1)
-    last_row = jnp.arange(positions)[None, :] + last
-    terminates = any_end & jnp.take_along_axis(terminated, last_row, axis=1)
-    use_final = any_end & ~terminates
-    weight = jnp.where(terminates, 0.0, powers[last + 1])
-    # Without an end the bootstrap is the state after the last reward, which is the next row's observation.
-    row = jnp.where(any_end, last_row, last_row + 1)
-    return Bootstrap(partial_return, weight, row, use_final)
+    ended = any_stop & ~short
+    terminates = ended & jnp.take_along_axis(terminated, at_row, axis=1)
+    weight = jnp.where(terminates, 0.0, powers[summed])
+    # Where the episode goes on, the bootstrap is the state after the last reward: the next row's observation.
+    row = jnp.where(ended, at_row, jnp.arange(positions)[None, :] + summed)
+    return Bootstrap(partial_return, weight, row, ended & ~terminates)
 
 
 def unroll_masks(terminated: jax.Array, truncated: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from muzerox.envs import auto_reset
+from muzerox.opponents import random_opponent
 from muzerox.types import Algorithm, Environment, Params, TimeStep, Transition
 
 
@@ -47,11 +48,12 @@ def init_actors(key: jax.Array, env: Environment, num_envs: int) -> ActorState:
 
 
 def make_act(
-    env: Environment, algorithm: Algorithm
+    env: Environment, algorithm: Algorithm, *, random_action: float = 0.0
 ) -> Callable[[jax.Array, Params, ActorState, EpisodeStats], tuple[ActorState, EpisodeStats, Transition]]:
     """``act(key, params, actors, stats) -> (actors, stats, row)``: one step of every environment.
 
-    ``row`` is a Transition with leaves [E, ...].
+    ``row`` is a Transition with leaves [E, ...]. A share ``random_action`` of the actions is drawn uniformly among the legal
+    ones: self-play that has learnt to avoid a state would otherwise never see it again.
     """
     spec = env.spec
     env_step = jax.vmap(auto_reset(env).step)
@@ -63,16 +65,22 @@ def make_act(
         now = actors.timestep
         legal = now.legal if spec.has_legal else None
         decision = algorithm.act(key_search, params, now.observation, legal, True)
-        env_state, following = env_step(jax.random.split(key_env, now.reward.shape[0]), actors.env_state, decision.action)
+        action, drawn = decision.action, None
+        if random_action:
+            key_draw, key_which = jax.random.split(jax.random.fold_in(key, 0))
+            drawn = jax.random.bernoulli(key_draw, random_action, action.shape)
+            action = jnp.where(drawn, random_opponent(key_which, now.observation, now.legal), action)
+        env_state, following = env_step(jax.random.split(key_env, now.reward.shape[0]), actors.env_state, action)
         row = Transition(
             observation=now.observation,
-            action=decision.action,
+            action=action,
             reward=following.reward,
             terminated=following.terminated,
             truncated=following.truncated,
             policy=decision.policy,
             legal=legal,
             final_observation=following.final_observation if spec.can_truncate else None,
+            random=drawn,
         )
         first_moves = spec.num_players == 1 or actors.episode_length % 2 == 0
         episode_return = actors.episode_return + jnp.where(first_moves, following.reward, -following.reward)

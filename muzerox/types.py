@@ -79,6 +79,7 @@ class Transition(struct.PyTreeNode):
     policy: jax.Array  # [A] float32, the search's improved policy
     legal: jax.Array | None  # [A] bool, absent when every action is always legal
     final_observation: jax.Array | None  # [...], absent when the environment never truncates
+    random: jax.Array | None = None  # bool, the action was drawn at random; absent when none ever is
 
 
 class Decision(struct.PyTreeNode):

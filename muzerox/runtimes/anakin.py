@@ -52,7 +52,7 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     mesh = placement.make_mesh(config.runtime.num_devices)
     num_envs, loop_count = config.runtime.num_envs, config.runtime.loop_count
     earned, cost, first_rows = _pace(config)
-    act, update = make_act(env, algorithm), make_update(config, env.spec, algorithm)
+    act, update = make_act(env, algorithm, random_action=config.train.random_action), make_update(config, env.spec, algorithm)
 
     def init(key: jax.Array) -> RunState:
         key_params, key_envs, key_run = jax.random.split(key, 3)

@@ -1,0 +1,57 @@
+"""What every benchmark shares: choosing the device, the machine's name, and where records go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).with_name("data")
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """``--device`` and ``--record``, which mean the same in every benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), help="JAX platform (default: the best there is)")
+    parser.add_argument("--record", action="store_true", help=f"append the record to {DATA}/<benchmark>.jsonl")
+    return parser
+
+
+def use_device(device: str | None) -> None:
+    """Chooses the platform for this process and its children; must run before jax is imported."""
+    if device is not None:
+        os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(device, device)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import jax
+
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": model,
+        "cores": cores,
+        "devices": [device.device_kind for device in jax.devices()],
+        "backend": jax.default_backend(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def finish(name: str, figures: dict[str, Any], *, record: bool) -> None:
+    """Prints one JSON record and, if asked, appends it to the benchmark's file."""
+    line = json.dumps({"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **figures})
+    print(line)
+    if record:
+        DATA.mkdir(exist_ok=True)
+        with (DATA / f"{name}.jsonl").open("a") as file:
+            file.write(line + "\n")

@@ -1,0 +1,117 @@
+"""Saving and resuming: bit for bit, and without what killed saves leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from muzerox import Config, resume, train
+from muzerox.algorithms import make_algorithm
+from muzerox.checkpoint import Checkpoints
+from muzerox.envs import make_env
+from muzerox.run_dir import RunDir
+from muzerox.runtimes import make_runtime
+from muzerox.types import Runtime
+
+TINY = {
+    "network.width": 8,
+    "search.num_simulations": 2,
+    "replay.capacity": 1024,
+    "replay.min_size": 128,
+    "runtime.num_envs": 8,
+    "runtime.loop_count": 2,
+    "train.batch_size": 16,
+    "train.unroll_steps": 2,
+    "train.td_steps": 3,
+    "train.reanalyze_fraction": 0.25,
+    "train.target_return": None,
+    "train.eval_episodes": 2,
+    "train.eval_period": 256,
+    "train.max_env_steps": 512,
+}
+
+
+def tiny_config(env: str = "gymnax:CartPole-v1") -> Config:
+    return Config.preset(env).replace(TINY)
+
+
+def make_tiny_runtime(config: Config) -> Runtime:
+    env = make_env(config.env)
+    return make_runtime(config, env, make_algorithm(config, env.spec))
+
+
+def assert_same(a: object, b: object) -> None:
+    """Every leaf equal, bit for bit, dtypes and random keys included."""
+    left, right = jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)
+    assert len(left) == len(right)
+    for (path, x), y in zip(left, right, strict=True):
+        assert x.dtype == y.dtype, path
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "pgx:tic_tac_toe"])
+@pytest.mark.parametrize("kind", ["prioritized", "uniform"])
+def test_twice_n_is_n_save_load_n(tmp_path: Path, env: str, kind: str) -> None:
+    config = tiny_config(env).replace("replay.kind", kind)
+    runtime = make_tiny_runtime(config)
+    straight, _ = runtime.run(runtime.init(jax.random.key(3)), 12)
+
+    half, _ = runtime.run(runtime.init(jax.random.key(3)), 6)
+    writer = Checkpoints(tmp_path / "checkpoints", writable=True)
+    writer.save(12, half, half.learner.params)
+    runtime.run(half, 1)  # donates the buffers that are being saved: the save must hold copies
+    assert writer.finished(wait=True) == [12]
+    writer.close()
+
+    reader = Checkpoints(tmp_path / "checkpoints", writable=False)
+    restored = reader.restore_state(jax.eval_shape(runtime.init, jax.random.key(0)))
+    reader.close()
+    resumed, report = runtime.run(restored, 6)
+    assert report.updates == 24
+    assert_same(straight, resumed)
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    config = tiny_config()
+    whole = train(config.replace("train.max_env_steps", 1024), tmp_path / "whole", quiet=True)
+    first = train(config, tmp_path / "parts", quiet=True)
+    second = resume(tmp_path / "parts", changes={"train.max_env_steps": 1024}, quiet=True)
+    assert first.env_steps < second.env_steps == whole.env_steps
+    assert second.mean_return == whole.mean_return
+
+    like = jax.eval_shape(make_tiny_runtime(config).init, jax.random.key(0))
+    states = []
+    for name in ("whole", "parts"):
+        checkpoints = Checkpoints(tmp_path / name / "checkpoints", writable=False)
+        states.append(checkpoints.restore_state(like))
+        checkpoints.close()
+    assert_same(*states)
+
+    steps = [row["env_steps"] for row in RunDir(tmp_path / "parts").metrics() if row["kind"] == "train"]
+    assert steps == sorted(set(steps)), "a step was logged twice"
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    config = tiny_config()
+    RunDir(tmp_path / "run").create(config)
+    leftover = tmp_path / "run" / "checkpoints" / "8.orbax-checkpoint-tmp-123"
+    leftover.mkdir(parents=True)
+    (leftover / "half").write_text("written")
+    again = resume(tmp_path / "run", quiet=True)
+    reference = train(config, tmp_path / "reference", quiet=True)
+    assert again.finished
+    assert (again.env_steps, again.mean_return) == (reference.env_steps, reference.mean_return)
+    assert not list((tmp_path / "run" / "checkpoints").glob("*tmp*"))
+
+
+def test_the_metrics_of_a_lost_stretch_are_written_again_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.metrics_file.write_text('{"updates": 2}\n{"updates": 4}\n{"updates": 6}\n{"upda')
+    assert [row["updates"] for row in run.metrics()] == [2, 4, 6]
+    run.rewind_metrics(4)
+    assert run.metrics_file.read_text() == '{"updates": 2}\n{"updates": 4}\n'

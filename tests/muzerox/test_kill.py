@@ -1,0 +1,78 @@
+"""kill -9 at random moments: every resume continues, and nothing reported as saved is lost."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muzerox.run_dir import RunDir
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {
+    "network.width": 16,
+    "search.num_simulations": 4,
+    "replay.capacity": 8192,
+    "replay.min_size": 256,
+    "runtime.num_envs": 16,
+    "runtime.loop_count": 8,
+    "train.batch_size": 64,
+    "train.target_return": "none",
+    "train.eval_episodes": 4,
+    "train.checkpoint_period": 0.3,
+    "train.max_env_steps": 2_000_000,
+}
+KILLS = 20
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    command = [str(Path(sys.executable).with_name("muzerox")), "train", *arguments]
+    with log.open("wb") as stderr:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+
+
+def last_saved(text: str) -> int:
+    return max((int(n.replace(",", "")) for n in re.findall(r"saved update ([\d,]+)", text)), default=0)
+
+
+def test_twenty_kills_lose_nothing(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    out, log = tmp_path / "run", tmp_path / "stderr"
+    settings = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
+    arguments = ["--env", "gymnax:CartPole-v1", "--out", str(out), *settings]
+    reported = 0
+    resumed_from: list[int] = []
+    for _ in range(KILLS):
+        process = start(arguments, log)
+        deadline = time.monotonic() + 120
+        # From the moment the run exists: while it compiles, before its first save, between saves or within one.
+        while not (out / "config.toml").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, 10.0))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, log.read_text()
+        text = log.read_text()
+        found = re.search(r"resumed at update ([\d,]+)", text)
+        if found:
+            resumed_from.append(int(found[1].replace(",", "")))
+            assert resumed_from[-1] >= reported, (
+                f"update {reported} was reported as saved, the run went on from {resumed_from[-1]}"
+            )
+        reported = max(reported, last_saved(text))
+        arguments = ["--resume", str(out)]
+    assert reported > 0, "no process lived long enough to save"
+    assert resumed_from == sorted(resumed_from)
+
+    steps = RunDir(out).metrics()[-1].get("env_steps", 0)
+    process = start(["--resume", str(out), "--set", f"train.max_env_steps={steps + 20_000}"], log)
+    assert process.wait(timeout=300) == 0, log.read_text()
+    assert int(re.search(r"resumed at update ([\d,]+)", log.read_text())[1].replace(",", "")) >= reported  # type: ignore[index]
+    assert RunDir(out).result() is not None
+    assert not list((out / "checkpoints").glob("*tmp*"))
