@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnax
@@ -43,6 +43,14 @@ CHECKED = [
     "pgx:minatar-breakout",
 ]
 SLOW = sorted(set(env_ids()) - set(CHECKED))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast() -> Iterator[None]:
+    """These programs run for milliseconds; nearly all of the time is compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
