@@ -1,0 +1,184 @@
+"""The fused program: pace of playing and learning, portions, devices, and no compilation after the first."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toys import counting_env, small_config
+
+from muzerox.algorithms import make_algorithm
+from muzerox.config import Config
+from muzerox.envs import make_env
+from muzerox.runtimes import anakin
+from muzerox.types import Algorithm, Batch, Decision, LossOutput, Params, Report, Runtime, Targets
+
+
+def idle_algorithm(config: Config) -> Algorithm:
+    """Acts at random and learns one number: a record that compiles at once, for tests of everything around it."""
+    batch, positions = config.train.batch_size, config.train.unroll_steps + 1
+
+    def act(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array, explore: bool) -> Decision:
+        del params, explore
+        action = jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf)).astype(jnp.int32)
+        count = observation.shape[0]
+        return Decision(action=action, policy=jnp.full((count, 3), 1 / 3), value=jnp.zeros(count))
+
+    def targets(params: Params, batch_: Batch) -> Targets:
+        del params
+        one, value = jnp.ones((batch, positions)), batch_.partial_return
+        return Targets(batch_.policy, value, batch_.reward, one, one, one[:, 1:])
+
+    def loss(params: Params, batch_: Batch, targets: Targets) -> LossOutput:
+        del batch_
+        error = targets.value[:, 0] - params["w"]
+        return LossOutput(loss=jnp.square(error), priority=jnp.abs(error), metrics={})
+
+    return Algorithm(
+        init=lambda key: {"w": jax.random.normal(key)},
+        act=act,
+        value=lambda params, observation: jnp.full(observation.shape[0], params["w"]),
+        targets=targets,
+        loss=loss,
+    )
+
+
+PACES = [  # environments, batch, ratio, updates a dispatch
+    (4, 8, 4.0, 3),
+    (4, 8, 0.5, 2),
+    (3, 8, 0.3, 1),
+    (5, 8, 0.3, 4),
+    (16, 2, 1.0, 5),  # more environments than sequences in a batch
+    (16, 2, 4.0, 7),  # most updates go without a step
+    (3, 7, 1.7, 6),
+]
+
+
+@pytest.mark.parametrize(("num_envs", "batch", "ratio", "loop_count"), PACES)
+def test_the_replay_ratio_is_kept(num_envs: int, batch: int, ratio: float, loop_count: int) -> None:
+    config = small_config(
+        "toy:counting",
+        runtime__num_envs=num_envs,
+        runtime__loop_count=loop_count,
+        train__batch_size=batch,
+        train__replay_ratio=ratio,
+        replay__capacity=50 * num_envs,
+        replay__min_size=37,
+    )
+    runtime = anakin.build(config, counting_env(), idle_algorithm(config))
+    state = runtime.init(jax.random.key(0))
+    warm_up = num_envs * max(-(-37 // num_envs), config.sequence_length)  # rows for 37 transitions and for one sequence
+    exact = Fraction(str(ratio))
+    for dispatches in range(1, 7):
+        state, report = runtime.run(state, 3)
+        assert report.updates == 3 * dispatches * loop_count
+        assert report.env_steps % num_envs == 0
+        assert int(state.replay.filled) == min(report.env_steps // num_envs, 50)
+        # The first update follows the warm-up at once; each later one is paid for by steps made before it.
+        due = (report.updates - 1) * batch / exact
+        assert due - num_envs < report.env_steps - warm_up <= due
+
+
+@functools.cache
+def cartpole(loop_count: int, num_devices: int = 1) -> Runtime:
+    config = small_config(runtime__loop_count=loop_count, runtime__num_devices=num_devices, train__replay_ratio=1.5)
+    env = make_env("gymnax:CartPole-v1")
+    return anakin.build(config, env, make_algorithm(config, env.spec))
+
+
+def _run(runtime: Runtime, calls: list[int]) -> tuple[Any, list[Report]]:
+    state, reports = runtime.init(jax.random.key(7)), []
+    for n in calls:
+        state, report = runtime.run(state, n)
+        reports.append(report)
+    return state, reports
+
+
+def _numbers(state: Any) -> list[np.ndarray]:
+    def plain(leaf: jax.Array) -> np.ndarray:
+        return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+    return [plain(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def test_portions_change_nothing() -> None:
+    """Sixteen updates as 2 dispatches of 8, 4 of 4 (in two calls) and 16 of 1: the same state, bit for bit."""
+    runtimes = [cartpole(8), cartpole(4), cartpole(1)]  # built together, they compile side by side
+    reference, (report,) = _run(runtimes[0], [2])
+    assert report.updates == 16
+    for runtime, calls in ((runtimes[1], [3, 1]), (runtimes[2], [16])):
+        state, reports = _run(runtime, calls)
+        assert (reports[-1].updates, reports[-1].env_steps) == (report.updates, report.env_steps)
+        assert sum(r.episodes for r in reports) == report.episodes
+        for a, b in zip(_numbers(reference), _numbers(state), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_two_devices_learn_what_one_learns() -> None:
+    runtimes = [cartpole(1), cartpole(1, num_devices=2)]
+    (one, losses_one), (two, losses_two) = (_run(runtime, [1] * 4) for runtime in runtimes)
+    for a, b in zip(losses_one, losses_two, strict=True):
+        assert a.env_steps == b.env_steps
+        for name in ("loss", "policy_loss", "value_loss", "reward_loss", "grad_norm"):
+            assert b.metrics[name] == pytest.approx(a.metrics[name], rel=1e-3, abs=1e-5), name
+    assert len(two.replay.priority.sharding.device_set) == 2
+    assert two.replay.storage.observation.addressable_shards[0].data.shape[1] == 2  # of four environments
+    assert two.learner.updates.sharding.is_fully_replicated
+    np.testing.assert_array_equal(one.replay.storage.action, two.replay.storage.action)
+
+
+def test_running_again_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = cartpole(1)
+    state, _ = _run(runtime, [1, 1])
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        state, _ = runtime.run(state, 1)
+        state, _ = runtime.run(state, 5)
+        assert [record.getMessage() for record in caplog.records if "ompil" in record.getMessage()] == []
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(7))  # the log does show a compilation
+        assert any("ompil" in record.getMessage() for record in caplog.records)
+
+
+def test_the_state_is_donated() -> None:
+    runtime = cartpole(1)
+    before, _ = _run(runtime, [1])
+    runtime.run(before, 1)
+    assert before.replay.storage.observation.is_deleted()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.learner.params))
+
+
+def test_puct_trains() -> None:
+    config = small_config("toy:counting-2", search__algorithm="muzero")
+    env = counting_env(2)
+    runtime = anakin.build(config, env, make_algorithm(config, env.spec))
+    state = runtime.init(jax.random.key(0))
+    before = jax.device_get(state.learner.params)
+    state, report = runtime.run(state, 4)
+    assert report.updates == 8
+    assert report.skipped_updates == 0
+    assert report.episodes > 0
+    assert all(np.isfinite(value) for value in report.metrics.values())
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), before, jax.device_get(state.learner.params))
+    assert all(jax.tree.leaves(changed))
+
+
+def test_skipped_updates_are_counted_and_their_losses_left_out() -> None:
+    """A dynamic scale that starts far too high: the first updates overflow, the report says how many."""
+    config = small_config("toy:counting", precision__loss_scale="dynamic", precision__initial_loss_scale=2.0**40)
+    algorithm = idle_algorithm(config)
+
+    def loss(params: Params, batch: Batch, targets: Targets) -> LossOutput:
+        output = algorithm.loss(params, batch, targets)
+        return output.replace(loss=output.loss * 2.0**92)  # times 2^40: beyond float32
+
+    runtime = anakin.build(config, counting_env(), algorithm._replace(loss=loss))
+    state, report = runtime.run(runtime.init(jax.random.key(0)), 10)
+    assert report.updates == 20
+    assert 2 <= report.skipped_updates < 20
+    assert float(state.learner.loss_scale.scale) == 2.0 ** (40 - report.skipped_updates)
+    assert all(np.isfinite(value) for value in report.metrics.values())
