@@ -91,8 +91,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, writable: bool, keep: int = 2):
-        self._ocp = ocp = _orbax()
-        self.directory = directory.resolve()
+        self.directory, self._writable, self._keep = directory.resolve(), writable, keep
         self._pending: list[int] = []
         if writable:
             try:
@@ -101,18 +100,28 @@ class Checkpoints:
                     shutil.rmtree(leftover)
             except OSError as error:
                 raise CheckpointError(str(self.directory), None, f"cannot be written: {error.strerror}") from None
+
+    @functools.cached_property
+    def _manager(self) -> Any:
+        """Made at the first need, which for a new run comes after its first update: orbax takes a while to import."""
+        ocp = _orbax()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep if writable else None, create=False, read_only=not writable, enable_async_checkpointing=writable
+            max_to_keep=self._keep if self._writable else None,
+            create=False,
+            read_only=not self._writable,
+            enable_async_checkpointing=self._writable,
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        return ocp.CheckpointManager(self.directory, options=options)
 
     def latest(self) -> int | None:
         """The newest saved step; None when there is none."""
+        if not self.directory.is_dir() or not any(self.directory.iterdir()):
+            return None
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, params: Any) -> None:
         """Starts to save; returns once the values are copied. Raises CheckpointError when the disk refuses."""
-        ocp = self._ocp
+        ocp = _orbax()
         try:
             self._manager.save(
                 step,
@@ -126,9 +135,11 @@ class Checkpoints:
 
     def finished(self, *, wait: bool = False) -> list[int]:
         """Steps whose save has completed since the last call; with ``wait``, blocks until all have."""
+        if not self._pending:
+            return []
         if wait:
             self._manager.wait_until_finished()
-        if not self._pending or self._manager.is_saving_in_progress():
+        if self._manager.is_saving_in_progress():
             return []
         done, self._pending = self._pending, []
         return done
@@ -150,7 +161,7 @@ class Checkpoints:
         try:
             with _late_reads_silenced():
                 restored = self._manager.restore(
-                    step, args=self._ocp.args.Composite(**{item: self._ocp.args.StandardRestore(template)})
+                    step, args=_orbax().args.Composite(**{item: _orbax().args.StandardRestore(template)})
                 )[item]
         except Exception as error:  # orbax raises many kinds on a damaged folder; all mean the same to the user
             older = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and int(p.name) < step)
@@ -170,7 +181,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for saves under way and releases threads."""
-        self._manager.close()
+        if "_manager" in self.__dict__:
+            self._manager.close()
 
 
 def _first_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr), 130 stop
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -39,13 +40,13 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_config(args: argparse.Namespace) -> Config:
-    """Preset, then file, then options, each over the last. Raises ConfigError."""
+    """Preset, then file, then options, each over the last; the last word on ``env`` chooses the preset. Raises ConfigError."""
     tree = config_io.read_tree(args.config) if args.config is not None else {}
-    env = args.env if args.env is not None else tree.get("env", Config().env)
+    changes = dict(config_io.parse_assignment(text) for text in args.assignments)
+    env = changes.pop("env", args.env if args.env is not None else tree.get("env", Config().env))
     if not isinstance(env, str):
         raise ConfigError("env", env, "must be text such as gymnax:CartPole-v1")
     config = Config.preset(env).merge({**tree, "env": env})
-    changes = dict(config_io.parse_assignment(text) for text in args.assignments)
     if args.seed is not None:
         changes["seed"] = args.seed
     return config.replace(changes)
@@ -98,10 +99,10 @@ def _train_rows(result: Any) -> dict[str, Any]:
     rows |= {
         "environment steps": result.env_steps,
         "updates": result.updates,
-        "environment steps/s": result.env_steps_per_second,
-        "updates/s": result.updates_per_second,
         "seconds since process start": result.seconds,
     }
+    if "train" in result.phases:  # absent when the first dispatch, which compiles, was also the last
+        rows |= {"environment steps/s": result.env_steps_per_second, "updates/s": result.updates_per_second}
     if result.first_update_seconds is not None:
         rows["first update after"] = f"{result.first_update_seconds:.2f} s"
     rows["seconds by phase"] = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
@@ -204,6 +205,9 @@ INFO = Command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
     args = make_parser().parse_args(argv)
+    # Tracing makes millions of short-lived containers, and imports long-lived ones: look through them less often.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
     try:
         return args.run(args)
     except UserError as error:

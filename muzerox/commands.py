@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,13 +62,35 @@ class Parser(argparse.ArgumentParser):
 
 
 def load() -> dict[str, Command]:
-    """Every command by name, extensions applied."""
-    found = [point.load() for point in importlib.metadata.entry_points(group=GROUP)]
-    commands = {item.name: item for item in found if isinstance(item, Command)}
-    for item in found:
-        if isinstance(item, Extension):
-            commands[item.extends] = _extend(commands[item.extends], item)
+    """Every command by name, extensions applied. What cannot be used is left out with one line on stderr."""
+    commands: dict[str, Command] = {}
+    extensions: list[tuple[importlib.metadata.EntryPoint, Extension]] = []
+    for point in importlib.metadata.entry_points(group=GROUP):
+        try:
+            item = point.load()
+        except Exception as error:  # another distribution's import may raise anything, and must not take ours along
+            _warn(point, f"{type(error).__name__}: {error}")
+            continue
+        if isinstance(item, Command):
+            commands[item.name] = item
+        elif isinstance(item, Extension):
+            extensions.append((point, item))
+        else:
+            _warn(point, "neither a Command nor an Extension")
+    for point, extension in extensions:
+        if extension.extends in commands:
+            commands[extension.extends] = _extend(commands[extension.extends], extension)
+        else:
+            _warn(
+                point,
+                f"extends {extension.extends}, which is not there; nearest valid: {nearest_name(extension.extends, commands)}",
+            )
     return dict(sorted(commands.items(), key=lambda pair: pair[0]))
+
+
+def _warn(point: importlib.metadata.EntryPoint, why: str) -> None:
+    owner = f" of {point.dist.name}" if point.dist else ""
+    print(f"muzerox: left out {point.name} = {point.value}{owner}: {' '.join(why.split())}", file=sys.stderr)
 
 
 def _extend(command: Command, extension: Extension) -> Command:

@@ -120,10 +120,10 @@ def make_update(
         change, opt_state = optimizer.update(gradient, learner.opt_state, old)
         params, opt_state = _select(finite, (old + change, opt_state), (old, learner.opt_state))
         updates = learner.updates + 1
-        target = _select(updates % train.target_period == 0, params, ravel_pytree(learner.target_params)[0])
+        new_params = unravel(params)
         learner = LearnerState(
-            params=unravel(params),
-            target_params=unravel(target),
+            params=new_params,
+            target_params=jax.lax.cond(updates % train.target_period == 0, lambda: new_params, lambda: learner.target_params),
             opt_state=opt_state,
             loss_scale=adjust_loss_scale(config.precision, learner.loss_scale, finite),
             updates=updates,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from typing import IO, Any
@@ -59,26 +60,34 @@ class Reporter:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def training(self, report: Report, seconds: float, train_seconds: float) -> None:
-        """A training report. ``seconds`` since the start of this process's training, ``train_seconds`` without the rest."""
+        """A training report.
+
+        Args:
+          seconds: wall seconds since the start of this process's training.
+          train_seconds: those spent acting and learning; infinite before the second dispatch, as the first compiles.
+        """
         steps_per_second = (report.env_steps - self._start) / max(train_seconds, 1e-9)
         row: dict[str, Any] = {
             "kind": "train",
             "env_steps": report.env_steps,
             "updates": report.updates,
             "seconds": round(seconds, 3),
-            "env_steps_per_second": round(steps_per_second, 1),
             "episodes": report.episodes,
             "skipped_updates": report.skipped_updates,
             **report.metrics,
         }
+        if math.isfinite(train_seconds):
+            row["env_steps_per_second"] = round(steps_per_second, 1)
         if report.mean_return is not None:
             row.update(mean_return=report.mean_return, mean_length=report.mean_length)
         self._write(row)
         result = f"return {report.mean_return:.1f}" if report.mean_return is not None else ""
-        self._progress.update(self._task, completed=report.env_steps, rate=f"{steps_per_second:,.0f} steps/s", result=result)
+        # The first dispatch compiles and counts as no time of training: it has no rate.
+        rate = f"{steps_per_second:,.0f} steps/s" if math.isfinite(train_seconds) else "compiled"
+        self._progress.update(self._task, completed=report.env_steps, rate=rate, result=result)
         if self._progress.disable and seconds - self._last_line >= 10.0:  # no terminal: a line now and then
             self._last_line = seconds
-            self.say(f"{report.env_steps:,} steps, {steps_per_second:,.0f} steps/s, {result}")
+            self.say(f"{report.env_steps:,} steps, {rate}, {result}".removesuffix(", "))
 
     def evaluation(self, env_steps: int, updates: int, seconds: float, summary: Mapping[str, Any]) -> None:
         """The summary of an evaluation."""

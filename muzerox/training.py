@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,15 @@ class _Session:
             self.env: Environment = make_env(config.env)
             self.algorithm = make_algorithm(config, self.env.spec)
             self.runtime = make_runtime(config, self.env, self.algorithm)
-            self.evaluate = _make_evaluate(config, self.env, self.algorithm)
+
+    @cached_property
+    def evaluate(self) -> Callable[[int, Params], Evaluation]:
+        """``evaluate(updates, params)``; its program starts to compile at the first access."""
+        return _make_evaluate(self.config, self.env, self.algorithm)
 
     def go(self, *, quiet: bool, changed: bool = False) -> TrainResult:
         """Restores or initialises, then trains to the end. ``changed``: the configuration on disk is to be replaced."""
-        with self.run.lock(), _stop_signals() as stopped:
+        with self.run.lock(), _stop_signals() as stopped, _out_of_memory():
             with self.clock.phase("restore"):
                 checkpoints = Checkpoints(self.run.checkpoints, writable=True)
                 if checkpoints.latest() is None:
@@ -162,6 +167,7 @@ class _Session:
                     state, report = self.runtime.run(state, n)
                 if first_seconds is None:
                     first_seconds = seconds_since_process_start()
+                    _ = self.evaluate  # compiles beside training from now on: earlier it would have taken a core from it
                 else:
                     seconds_a_dispatch = (time.perf_counter() - before) / n
                     steps_a_dispatch = (report.env_steps - env_steps) / n or math.inf
@@ -214,7 +220,7 @@ class _Session:
 
 
 def _make_evaluate(config: Config, env: Environment, algorithm: Any) -> Callable[[int, Params], Evaluation]:
-    """``evaluate(updates, params)``, compiled beside the training program."""
+    """``evaluate(updates, params)``, compiled in a thread."""
     play = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes))
     device = jax.devices()[0]
     root = jax.random.fold_in(jax.random.key(config.seed), 2)
@@ -242,6 +248,20 @@ def _check_progress(report: Report) -> None:
             f"training diverged: not one of the last {report.skipped_updates} updates had finite gradients; "
             "lower train.learning_rate, or raise precision.level's range with O1 or O0"
         )
+
+
+@contextmanager
+def _out_of_memory() -> Iterator[None]:
+    """Turns a device that runs out of memory into a RunFailed of one line."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise RunFailed(
+            f"{jax.devices()[0].device_kind} is out of memory ({str(error).splitlines()[0][:120]}); "
+            "lower train.batch_size, runtime.num_envs, search.num_simulations or replay.capacity"
+        ) from error
 
 
 @contextmanager

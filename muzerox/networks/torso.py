@@ -15,12 +15,12 @@ from flax import nnx
 
 
 class MLP(nnx.Module):
-    """[B, inputs] -> [B, width]: ``depth`` linear layers, each normalised and rectified."""
+    """[B, inputs] -> [B, width]: ``depth`` linear layers, each normalised by its root mean square and rectified."""
 
     def __init__(self, inputs: int, width: int, depth: int, *, dtype: str, rngs: nnx.Rngs):
         sizes = [inputs] + [width] * depth
         self.layers = nnx.List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
-        self.norms = nnx.List([nnx.LayerNorm(b, dtype=dtype, rngs=rngs) for b in sizes[1:]])
+        self.norms = nnx.List([nnx.RMSNorm(b, dtype=dtype, rngs=rngs) for b in sizes[1:]])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -31,17 +31,17 @@ class MLP(nnx.Module):
 class ResidualBlock(nnx.Module):
     """[B, H, W, C] -> [B, H, W, C]: pre-activation block of two 3x3 convolutions (He et al., arXiv:1603.05027).
 
-    Layer normalisation over channels instead of batch normalisation: no running statistics, so acting, learning and
-    reanalysis see the same function.
+    Root-mean-square normalisation over channels (Zhang and Sennrich, arXiv:1910.07467) instead of batch normalisation:
+    no running statistics, so acting, learning and reanalysis see the same function.
     """
 
     def __init__(self, channels: int, *, dtype: str, rngs: nnx.Rngs):
         def conv() -> nnx.Conv:
             return nnx.Conv(channels, channels, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
 
-        self.norm_in = nnx.LayerNorm(channels, dtype=dtype, rngs=rngs)
+        self.norm_in = nnx.RMSNorm(channels, dtype=dtype, rngs=rngs)
         self.conv_in = conv()
-        self.norm_out = nnx.LayerNorm(channels, dtype=dtype, rngs=rngs)
+        self.norm_out = nnx.RMSNorm(channels, dtype=dtype, rngs=rngs)
         self.conv_out = conv()
 
     def __call__(self, x: jax.Array) -> jax.Array:

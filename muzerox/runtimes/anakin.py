@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
 from muzerox import replay
 from muzerox.compilation import compile_beside
 from muzerox.config import Config
+from muzerox.errors import ConfigError
 from muzerox.learner import LearnerState, init_learner, make_update
 from muzerox.replay import ReplayState
 from muzerox.runtimes import placement
@@ -36,19 +38,34 @@ class RunState(struct.PyTreeNode):
 
 
 def _pace(config: Config) -> tuple[int, int, int]:
-    """Whole numbers that keep the replay ratio exactly: what an update earns, what a row costs, what is earned first.
+    """Whole numbers that keep the replay ratio exactly: what an update earns, what a row costs, rows before the first.
 
-    With ratio p/q, an update of B samples pays for B q / (E p) rows: it earns B q, and a row costs E p.
+    With ratio p/q, an update of B samples pays for B q / (E p) rows: it earns B q, and a row costs E p. Raises
+    ConfigError where credit would not fit an int32.
     """
     ratio = config.replay_ratio
     earned, cost = config.train.batch_size * ratio.denominator, config.runtime.num_envs * ratio.numerator
     shared = math.gcd(earned, cost)
+    if (earned + cost) // shared >= 2**31:
+        whole = max(1, round(config.train.replay_ratio))
+        rule = "has too fine a fraction to be kept exactly with this train.batch_size and runtime.num_envs"
+        raise ConfigError("train.replay_ratio", config.train.replay_ratio, rule, whole)
     first = max(math.ceil(config.replay.min_size / config.runtime.num_envs), config.sequence_length)
     return earned // shared, cost // shared, first
 
 
+def _check_memory(config: Config, mesh: Mesh, ring: ReplayState) -> None:
+    """Raises ConfigError when the replay alone is more than the devices hold."""
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(ring))
+    held = placement.memory(mesh)
+    if held is not None and needed > held:
+        capacity = config.replay.capacity
+        rule = f"takes {needed / 2**30:,.1f} GiB, and there are {held / 2**30:,.1f}"
+        raise ConfigError("replay.capacity", capacity, rule, int(capacity * held / needed) // 2)
+
+
 def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
-    """The Anakin runtime. Raises ConfigError when the mesh needs more devices than there are."""
+    """The Anakin runtime. Raises ConfigError when the mesh needs more devices or memory than there is."""
     mesh = placement.make_mesh(config.runtime.num_devices)
     num_envs, loop_count = config.runtime.num_envs, config.runtime.loop_count
     earned, cost, first_rows = _pace(config)
@@ -96,10 +113,12 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
         return state, stats, metrics
 
     example = jax.eval_shape(init, jax.random.key(0))
+    _check_memory(config, mesh, example.replay)
     shardings = placement.replicate(mesh, example).replace(
         actors=placement.split_axis(mesh, example.actors, 0), replay=placement.split_axis(mesh, example.replay, 1)
     )
-    jit_init = jax.jit(init, out_shardings=shardings)
+    # It runs once: compiling it takes far longer than running it, and takes cores from the compilation of dispatch.
+    jit_init = jax.jit(init, out_shardings=shardings, compiler_options={"xla_backend_optimization_level": 0})
     jit_dispatch = jax.jit(dispatch, donate_argnums=0, in_shardings=(shardings,), out_shardings=(shardings, None, None))
 
     compiled = compile_beside(jit_dispatch, example)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -18,6 +19,15 @@ def make_mesh(num_devices: int) -> Mesh:
     if num_devices > len(devices):
         raise ConfigError("runtime.num_devices", num_devices, f"this machine has {len(devices)}", len(devices))
     return Mesh(devices[:num_devices], (AXIS,))
+
+
+def memory(mesh: Mesh) -> int | None:
+    """Bytes that the devices of ``mesh`` hold together; CPU devices share the host's. None where a device does not tell."""
+    devices = list(mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return sum(filter(None, limits)) if all(limits) else None
 
 
 def split_axis(mesh: Mesh, tree: Any, axis: int) -> Any:

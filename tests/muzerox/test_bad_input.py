@@ -77,11 +77,17 @@ VALUE: dict[str, Case] = {
 }
 
 TOGETHER: dict[str, Case] = {
+    "memory": ("--set replay.capacity=2000000000", ["replay.capacity = 2000000000", "GiB, and there are", "nearest valid: "]),
+    "fine ratio": (
+        "--set train.replay_ratio=9999.123 --set train.batch_size=256 --set replay.capacity=1000000 "
+        "--set runtime.num_envs=8191 --set replay.min_size=1",
+        ["train.replay_ratio = 9999.123", "too fine a fraction", "nearest valid: 9999"],
+    ),
     "batch": ("--set train.batch_size=200000", ["train.batch_size = 200000", "must not exceed replay.capacity", "valid: 131072"]),
     "min_size": ("--set replay.min_size=200000", ["replay.min_size = 200000", "not exceed replay.capacity", "valid: 131072"]),
     "capacity": (
         "--set replay.capacity=500 --set replay.min_size=100",
-        ["replay.capacity = 500", "must hold a sequence of every environment", "= 960", "nearest valid: 960"],
+        ["replay.capacity = 500", "must hold a sequence of every environment", "= 1600", "nearest valid: 1600"],
     ),
     "devices": (
         "--set runtime.num_devices=2 --set runtime.num_envs=7",

@@ -17,9 +17,9 @@ import pytest
 
 import muzerox
 from muzerox import config_io
-from muzerox.cli import main
-from muzerox.commands import load
-from muzerox.config import paths
+from muzerox.cli import main, make_config
+from muzerox.commands import load, make_parser
+from muzerox.config import Config, paths
 from muzerox.errors import UserError
 from muzerox.run_dir import RunDir
 
@@ -158,6 +158,25 @@ def test_command_and_extension_of_another(capsys: pytest.CaptureFixture[str]) ->
     one_object(capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("other")
+def test_what_cannot_be_used_of_another_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other-1.0.dist-info" / "entry_points.txt").write_text(
+        "[muzerox.commands]\ngreet = other_commands:GREET\nbroken = other_commands:MISSING\nabsent = no_such_module_at_all:X\n"
+        "function = other_commands:_greet\nlost = other_commands:LOST\n"
+    )
+    with (tmp_path / "other_commands.py").open("a") as file:
+        file.write("LOST = Extension(extends='trian', add_arguments=lambda p: None, wrap=_wrap)\n")
+    assert main(["greet"]) == 5  # the rest still works
+    captured = capsys.readouterr()
+    assert captured.out == "hello you\n"
+    lines = captured.err.splitlines()
+    assert len(lines) == 4
+    for name, why in (
+        ("broken", "MISSING"), ("absent", "no_such_module_at_all"), ("function", "neither"), ("lost", "nearest valid: train"),
+    ):  # fmt: skip
+        assert any(f"left out {name} = " in line and " of other: " in line and why in line for line in lines), lines
+
+
 # train and evaluate
 
 
@@ -189,6 +208,13 @@ def test_train_json(tmp_path: Path, tiny_options: list[str]) -> None:
     assert config.seed == 3
     assert config.precision.level == "O0"  # what auto means here is written down
     assert {row["kind"] for row in RunDir(run).metrics()} == {"train", "evaluation", "saved"}
+
+
+@pytest.mark.parametrize("options", [["--set", "env=pgx:tic_tac_toe"], ["--env", "pgx:tic_tac_toe"]])
+def test_any_way_of_naming_the_environment_takes_its_preset(options: list[str]) -> None:
+    config = make_config(make_parser().parse_args(["train", *options]))
+    assert config == Config.preset("pgx:tic_tac_toe")
+    assert config.train.td_steps == 9
 
 
 def test_train_prints_a_table(tmp_path: Path, tiny_options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
