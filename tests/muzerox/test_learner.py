@@ -25,6 +25,7 @@ ENVIRONMENTS = {
     "pgx:tic_tac_toe": lambda: make_env("pgx:tic_tac_toe"),
     "counting": lambda: counting_env(1),
     "counting, two players": lambda: counting_env(2),
+    "counting, random actions": lambda: counting_env(2),
 }
 
 
@@ -42,11 +43,17 @@ class Scene(NamedTuple):
 @functools.cache
 def scene(name: str) -> Scene:
     # A ring of 28 rows takes 40: it wraps around.
-    config = small_config(replay__capacity=28 * E, runtime__num_envs=E, train__batch_size=16, search__num_simulations=2)
+    config = small_config(
+        replay__capacity=28 * E,
+        runtime__num_envs=E,
+        train__batch_size=16,
+        search__num_simulations=2,
+        train__random_action=0.3 if "random" in name else 0.0,
+    )
     env = ENVIRONMENTS[name]()
     algorithm = make_algorithm(config, env.spec)
     params = random_params(jax.random.key(1), algorithm.init(jax.random.key(0)))
-    played = self_play(jax.random.key(2), env, algorithm, params, E, ROWS)
+    played = self_play(jax.random.key(2), env, algorithm, params, E, ROWS, config.train.random_action)
     ring = replay.init(config.replay, jax.tree.map(lambda x: x[0], played.rows))
     ring, _ = jax.jit(lambda ring, rows: jax.lax.scan(lambda r, row: (replay.add(r, row), None), ring, rows))(ring, played.rows)
     return Scene(config, env, algorithm, params, played, ring)
@@ -59,7 +66,8 @@ def walks_of(stage: Scene) -> list[Walk]:
     shape = stage.env.spec.observation_shape
     flat = np.stack([rows.observation, final]).reshape(-1, *shape)
     value, final_value = np.asarray(jax.jit(stage.algorithm.value)(stage.params, flat)).reshape(2, ROWS, E)
-    columns = (rows.reward, rows.terminated, rows.truncated, player, (player + 1) % players, value, final_value)
+    random = np.zeros((ROWS, E), bool) if rows.random is None else rows.random
+    columns = (rows.reward, rows.terminated, rows.truncated, player, (player + 1) % players, value, final_value, random)
     return [Walk(*(column[:, env] for column in columns)) for env in range(E)]
 
 
@@ -126,6 +134,18 @@ def test_batches_and_targets_line_up_with_what_was_played(name: str) -> None:
     assert "truncated" in ends or not name.startswith("counting")
     for field in (*jax.tree.leaves(targets), batch.reward, batch.partial_return, batch.bootstrap_weight):
         assert field.dtype == np.float32
+
+
+def test_random_actions_are_legal_and_as_many_as_asked() -> None:
+    env, algorithm, params = (getattr(scene("counting, random actions"), name) for name in ("env", "algorithm", "params"))
+    rows = self_play(jax.random.key(3), env, algorithm, params, 64, 100, 0.3).rows
+    assert abs(rows.random.mean() - 0.3) < 0.03  # five standard deviations
+    assert np.take_along_axis(rows.legal, rows.action[..., None], axis=-1).all()
+    # The two legal actions of a state are equally likely where the action was drawn.
+    first_legal = np.argmax(rows.legal, axis=-1) == rows.action
+    assert abs(first_legal[rows.random].mean() - 0.5) < 0.06
+    without = self_play(jax.random.key(3), env, algorithm, params, 64, 5, 0.0).rows
+    assert without.random is None
 
 
 def test_the_counting_environment_shows_where_it_is() -> None:

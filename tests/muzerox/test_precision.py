@@ -192,7 +192,7 @@ def test_float16_overflow_skips_the_update_and_halves_the_scale() -> None:
 def test_a_batch_out_of_range_skips_the_update_without_a_scale() -> None:
     config, algorithm = _setup("O0")
     update = jax.jit(make_update(config, ENV.spec, algorithm))
-    learner, ring = init_learner(jax.random.key(0), config, algorithm), _ring(config, observation_scale=1e37)
+    learner, ring = init_learner(jax.random.key(0), config, algorithm), _ring(config, observation_scale=float("inf"))
     after, ring_after, metrics = update(jax.random.key(0), learner, ring)
     assert float(metrics["skipped"]) == 1.0
     assert float(metrics["loss_scale"]) == float(after.loss_scale.scale) == 1.0

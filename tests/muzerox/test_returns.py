@@ -28,7 +28,8 @@ def windows(draw: st.DrawFn) -> tuple[int, int, float, int, list[Walk]]:
     discount = draw(st.sampled_from(DISCOUNTS))
     players = draw(st.sampled_from([1, 2]))
     rows = unroll + n + 1
-    terminated, truncated = (draw(hnp.arrays(np.bool_, (B, rows))) for _ in range(2))
+    terminated, truncated, random = (draw(hnp.arrays(np.bool_, (B, rows))) for _ in range(3))
+    random &= draw(st.booleans())
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     walks = []
     for b in range(B):
@@ -41,7 +42,7 @@ def windows(draw: st.DrawFn) -> tuple[int, int, float, int, list[Walk]]:
                 ended = terminated[b, row] or truncated[b, row]
                 player[row + 1] = rng.integers(players) if ended else following[row]  # anyone may open the next game
         reward, value, final = rng.normal(size=(3, rows)).astype(np.float32)
-        walks.append(Walk(reward, terminated[b], truncated[b], player, following, value, final))
+        walks.append(Walk(reward, terminated[b], truncated[b], player, following, value, final, random[b]))
     return n, unroll, discount, players, walks
 
 
@@ -54,8 +55,9 @@ def _stack(walks: list[Walk], name: str) -> np.ndarray:
 def test_n_step_is_the_walk_through_the_episode(window: tuple) -> None:
     n, unroll, discount, players, walks = window
     signed = -discount if players == 2 else discount
-    flags = [_stack(walks, name)[:, : unroll + n] for name in ("reward", "terminated", "truncated")]
-    partial, weight, row, use_final = map(np.asarray, jit_n_step(*flags, discount=signed, n=n))
+    columns = [_stack(walks, name)[:, : unroll + n] for name in ("reward", "terminated", "truncated", "random")]
+    random = columns.pop() if columns[-1].any() else None  # None is what is stored when no action is drawn at random
+    partial, weight, row, use_final = map(np.asarray, jit_n_step(*columns[:3], discount=signed, n=n, random=random))
     assert partial.shape == weight.shape == row.shape == use_final.shape == (B, unroll + 1)
     assert partial.dtype == weight.dtype == np.float32
     for b, walk in enumerate(walks):
@@ -108,6 +110,17 @@ def test_termination_wins_over_truncation() -> None:
     absorbing, unknown = unroll_masks(flags, flags)
     np.testing.assert_array_equal(absorbing, [[False, False, True, True]])
     assert not np.asarray(unknown).any()
+
+
+def test_the_sum_stops_short_of_a_random_action() -> None:
+    reward, never = jnp.array([[1.0, 2.0, 4.0, 8.0]]), jnp.zeros((1, 4), bool)
+    partial, weight, row, use_final = (
+        np.asarray(x)[0] for x in n_step(reward, never, never, discount=0.5, n=2, random=jnp.arange(4)[None] == 1)
+    )
+    np.testing.assert_array_equal(partial, [1.0, 0.0, 8.0])
+    np.testing.assert_array_equal(weight, [0.5, 1.0, 0.25])
+    np.testing.assert_array_equal(row, [1, 1, 4])
+    assert not use_final.any()
 
 
 def test_discount_zero_keeps_the_first_reward_only() -> None:

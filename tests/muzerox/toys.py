@@ -95,9 +95,11 @@ class Played(NamedTuple):
     player: np.ndarray  # [T, E] who made the step, as the environment says
 
 
-def self_play(key: jax.Array, env: Environment, algorithm: Algorithm, params: Params, num_envs: int, steps: int) -> Played:
+def self_play(
+    key: jax.Array, env: Environment, algorithm: Algorithm, params: Params, num_envs: int, steps: int, random_action: float
+) -> Played:
     """``steps`` rows of ``num_envs`` environments, through the code that training acts with."""
-    act = make_act(env, algorithm)
+    act = make_act(env, algorithm, random_action=random_action)
 
     @jax.jit
     def play(key: jax.Array, params: Params) -> tuple:
@@ -124,6 +126,7 @@ class Walk(NamedTuple):
     following_player: np.ndarray  # who would move after it, had the episode gone on
     value: np.ndarray  # of the observation before the step, to ``player``
     final_value: np.ndarray  # of the observation the step led to, to ``following_player``
+    random: np.ndarray  # the action was drawn at random, so that what follows does not count
 
 
 def n_step_target(walk: Walk, position: int, n: int, discount: float) -> float:
@@ -136,6 +139,8 @@ def n_step_target(walk: Walk, position: int, n: int, discount: float) -> float:
     total = 0.0
     for i in range(n):
         row = position + i
+        if walk.random[row]:
+            return total + discount**i * to_me(walk.value[row], walk.player[row])
         total += discount**i * to_me(walk.reward[row], walk.player[row])
         if walk.terminated[row]:
             return total
