@@ -28,6 +28,31 @@ class MLP(nnx.Module):
         return x
 
 
+def conv_by_matmul(x: jax.Array, kernel: jax.Array, *_args: object, **_kwargs: object) -> jax.Array:
+    """``jax.lax.conv_general_dilated`` for 3x3 kernels, stride 1 and same padding, as one matrix product.
+
+    Args:
+      x: [B, H, W, C].
+      kernel: [3, 3, C, D].
+
+    Returns:
+      [B, H, W, D]. Each cell's nine neighbours side by side times the kernel as a matrix.
+    """
+    _, height, width, channels = x.shape
+    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    neighbours = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    return jnp.concatenate(neighbours, axis=-1) @ kernel.reshape(9 * channels, -1)
+
+
+def conv_3x3(inputs: int, outputs: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs) -> nnx.Conv:
+    """A 3x3 convolution that keeps height and width.
+
+    XLA's convolutions on CPU, and their gradients above all, are many times slower than its matrix products.
+    """
+    by_matmul = {"conv_general_dilated": conv_by_matmul} if jax.default_backend() == "cpu" else {}
+    return nnx.Conv(inputs, outputs, (3, 3), use_bias=use_bias, dtype=dtype, rngs=rngs, **by_matmul)
+
+
 class ResidualBlock(nnx.Module):
     """[B, H, W, C] -> [B, H, W, C]: pre-activation block of two 3x3 convolutions (He et al., arXiv:1603.05027).
 
@@ -37,7 +62,7 @@ class ResidualBlock(nnx.Module):
 
     def __init__(self, channels: int, *, dtype: str, rngs: nnx.Rngs):
         def conv() -> nnx.Conv:
-            return nnx.Conv(channels, channels, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
+            return conv_3x3(channels, channels, use_bias=False, dtype=dtype, rngs=rngs)
 
         self.norm_in = nnx.RMSNorm(channels, dtype=dtype, rngs=rngs)
         self.conv_in = conv()
@@ -53,7 +78,7 @@ class ResNet(nnx.Module):
     """[B, H, W, inputs] -> [B, H, W, channels]: a 3x3 stem and ``depth`` residual blocks."""
 
     def __init__(self, inputs: int, channels: int, depth: int, *, dtype: str, rngs: nnx.Rngs):
-        self.stem = nnx.Conv(inputs, channels, (3, 3), dtype=dtype, rngs=rngs)
+        self.stem = conv_3x3(inputs, channels, use_bias=True, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([ResidualBlock(channels, dtype=dtype, rngs=rngs) for _ in range(depth)])
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -34,7 +34,8 @@ def test_cartpole_is_solved_in_mixed_precision(tmp_path: Path, level: str, seed:
     "changes", [{"search__algorithm": "muzero"}, {"replay__kind": "uniform"}, {"train__reanalyze_fraction": 0.25}]
 )
 def test_cartpole_is_solved_by_variants(tmp_path: Path, changes: dict[str, object]) -> None:
-    assert solve_cartpole(tmp_path / "run", **changes) >= 475
+    # A lucky evaluation ends a run early (475 was met once by an agent that then averaged 453): ask for a margin.
+    assert solve_cartpole(tmp_path / "run", train__target_return=490.0, **changes) >= 475
 
 
 def test_tic_tac_toe_is_not_lost(tmp_path: Path) -> None:
