@@ -165,7 +165,9 @@ class TrainConfig(_Section):
     value_weight: float = knob(0.25, "weight of the value loss", low=0.0, high=1e4)
     reward_weight: float = knob(1.0, "weight of the reward loss", low=0.0, high=1e4)
     eval_period: int = knob(50_000, "environment steps between evaluations", unit="environment steps", low=1, high=2_000_000_000)
-    eval_episodes: int = knob(64, "episodes of an evaluation", unit="episodes", low=1, high=100_000)
+    eval_episodes: int = knob(
+        64, "episodes of an evaluation; as many again confirm one that reaches the target", unit="episodes", low=1, high=100_000
+    )
     checkpoint_period: float = knob(30.0, "seconds between checkpoints", unit="seconds", low=0.0, high=1e6)
 
 
