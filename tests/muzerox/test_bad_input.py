@@ -87,7 +87,7 @@ TOGETHER: dict[str, Case] = {
     "min_size": ("--set replay.min_size=200000", ["replay.min_size = 200000", "not exceed replay.capacity", "valid: 131072"]),
     "capacity": (
         "--set replay.capacity=500 --set replay.min_size=100",
-        ["replay.capacity = 500", "must hold a sequence of every environment", "= 1600", "nearest valid: 1600"],
+        ["replay.capacity = 500", "must hold a sequence of every environment", "= 2880", "nearest valid: 2880"],
     ),
     "devices": (
         "--set runtime.num_devices=2 --set runtime.num_envs=7",
