@@ -221,39 +221,22 @@ class Config(_Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         batch, envs, devices = self.train.batch_size, self.runtime.num_envs, self.runtime.num_devices
-        if batch > self.replay.capacity:
-            raise ConfigError(
-                "train.batch_size", batch, f"must not exceed replay.capacity ({self.replay.capacity})", self.replay.capacity
-            )
-        if self.replay.min_size > self.replay.capacity:
-            raise ConfigError(
-                "replay.min_size",
-                self.replay.min_size,
-                f"must not exceed replay.capacity ({self.replay.capacity})",
-                self.replay.capacity,
-            )
+        capacity = self.replay.capacity
+        for path, value in (("train.batch_size", batch), ("replay.min_size", self.replay.min_size)):
+            if value > capacity:
+                raise ConfigError(path, value, f"must not exceed replay.capacity ({capacity})", capacity)
         needed = (self.sequence_length + 1) * envs
-        if self.replay.capacity < needed:
+        if capacity < needed:
             raise ConfigError(
                 "replay.capacity",
-                self.replay.capacity,
+                capacity,
                 f"must hold a sequence of every environment: (unroll_steps + td_steps + 2) * num_envs = {needed}",
                 needed,
             )
-        if envs % devices:
-            raise ConfigError(
-                "runtime.num_envs",
-                envs,
-                f"must be a multiple of runtime.num_devices ({devices})",
-                max(devices, envs // devices * devices),
-            )
-        if batch % devices:
-            raise ConfigError(
-                "train.batch_size",
-                batch,
-                f"must be a multiple of runtime.num_devices ({devices})",
-                max(devices, batch // devices * devices),
-            )
+        for path, value in (("runtime.num_envs", envs), ("train.batch_size", batch)):
+            if value % devices:
+                rule = f"must be a multiple of runtime.num_devices ({devices})"
+                raise ConfigError(path, value, rule, max(devices, value // devices * devices))
         steps = Fraction(batch) / self.replay_ratio
         if steps > 10**8:
             raise ConfigError(

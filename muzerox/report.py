@@ -43,7 +43,9 @@ class Reporter:
             disable=quiet or not sys.stderr.isatty(),
             transient=True,
         )
-        self._task = self._progress.add_task(config.env, total=config.train.max_env_steps, completed=start, rate="", result="")
+        self._task = self._progress.add_task(
+            config.env, total=config.train.max_env_steps, completed=start, rate="compiling", result=""
+        )
         self._last_line = 0.0
 
     def __enter__(self) -> Reporter:
