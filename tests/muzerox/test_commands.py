@@ -217,6 +217,19 @@ def test_any_way_of_naming_the_environment_takes_its_preset(options: list[str]) 
     assert config.train.td_steps == 9
 
 
+def test_an_evaluation_that_reaches_the_target_is_confirmed(
+    tmp_path: Path, tiny_options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*tiny_options, "--set", "train.target_return=1", "--set", "train.eval_period=100", "--json"]
+    assert main(["train", "--out", str(tmp_path / "run"), *options]) == 0
+    found = one_object(capsys.readouterr().out)
+    assert found["solved"] is True
+    assert found["env_steps"] < 600
+    assert found["episodes"] == 4  # two, and two more
+    (row,) = evaluations(tmp_path / "run")
+    assert row["mean_return"] == found["mean_return"] >= 1.0
+
+
 def test_train_prints_a_table(tmp_path: Path, tiny_options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--out", str(tmp_path / "run"), *tiny_options]) == 0
     captured = capsys.readouterr()
