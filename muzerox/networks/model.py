@@ -12,6 +12,7 @@ from flax import nnx
 
 from muzerox.config import NetworkConfig
 from muzerox.errors import ConfigError
+from muzerox.networks.layers import linear
 from muzerox.networks.torso import MLP, ResNet, flatten, scale_hidden
 from muzerox.precision import Policy
 from muzerox.types import EnvSpec, Params
@@ -42,14 +43,14 @@ class VectorNetworks(nnx.Module):
             return MLP(inputs, width, layers, dtype=dtype, rngs=rngs)
 
         self.representation = torso(math.prod(spec.observation_shape), depth)
-        self.embedding = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
+        self.embedding = linear(width, width, dtype=dtype, rngs=rngs)
         # Hidden state and one-hot action enter the dynamics as a sum of two products; the second is a row look-up.
-        self.hidden_in = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
+        self.hidden_in = linear(width, width, dtype=dtype, rngs=rngs)
         self.action_in = nnx.Embed(
             spec.num_actions, width, dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(1.0 / math.sqrt(width))
         )
         self.transition = torso(width, depth - 1)
-        self.hidden_out = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
+        self.hidden_out = linear(width, width, dtype=dtype, rngs=rngs)
         self.prediction = torso(width, depth)
         self.reward_head = _head(width, bins, dtype, rngs)
         self.policy_head = _head(width, spec.num_actions, dtype, rngs)
@@ -107,12 +108,12 @@ class GridNetworks(nnx.Module):
 
 def _head(inputs: int, outputs: int, dtype: str, rngs: nnx.Rngs) -> nnx.Linear:
     # Zero weights: the first searches see a uniform policy and a value of exactly 0.
-    return nnx.Linear(inputs, outputs, dtype=dtype, rngs=rngs, kernel_init=nnx.initializers.zeros)
+    return linear(inputs, outputs, dtype=dtype, rngs=rngs, kernel_init=nnx.initializers.zeros)
 
 
 def _grid_head(channels: int, cells: int, outputs: int, dtype: str, rngs: nnx.Rngs) -> tuple[nnx.Linear, nnx.Linear]:
     reduced = 8  # a 1x1 convolution to few channels before the dense layer keeps large boards affordable
-    return nnx.Linear(channels, reduced, dtype=dtype, rngs=rngs), _head(reduced * cells, outputs, dtype, rngs)
+    return linear(channels, reduced, dtype=dtype, rngs=rngs), _head(reduced * cells, outputs, dtype, rngs)
 
 
 def make_model(config: NetworkConfig, spec: EnvSpec, policy: Policy) -> Model:

@@ -13,44 +13,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from muzerox.networks.layers import conv_3x3, linear
+
 
 class MLP(nnx.Module):
     """[B, inputs] -> [B, width]: ``depth`` linear layers, each normalised by its root mean square and rectified."""
 
     def __init__(self, inputs: int, width: int, depth: int, *, dtype: str, rngs: nnx.Rngs):
         sizes = [inputs] + [width] * depth
-        self.layers = nnx.List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
+        self.layers = nnx.List([linear(a, b, dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
         self.norms = nnx.List([nnx.RMSNorm(b, dtype=dtype, rngs=rngs) for b in sizes[1:]])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = jax.nn.relu(norm(layer(x)))
         return x
-
-
-def conv_by_matmul(x: jax.Array, kernel: jax.Array, *_args: object, **_kwargs: object) -> jax.Array:
-    """``jax.lax.conv_general_dilated`` for 3x3 kernels, stride 1 and same padding, as one matrix product.
-
-    Args:
-      x: [B, H, W, C].
-      kernel: [3, 3, C, D].
-
-    Returns:
-      [B, H, W, D]. Each cell's nine neighbours side by side times the kernel as a matrix.
-    """
-    _, height, width, channels = x.shape
-    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    neighbours = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
-    return jnp.concatenate(neighbours, axis=-1) @ kernel.reshape(9 * channels, -1)
-
-
-def conv_3x3(inputs: int, outputs: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs) -> nnx.Conv:
-    """A 3x3 convolution that keeps height and width.
-
-    XLA's convolutions on CPU, and their gradients above all, are many times slower than its matrix products.
-    """
-    by_matmul = {"conv_general_dilated": conv_by_matmul} if jax.default_backend() == "cpu" else {}
-    return nnx.Conv(inputs, outputs, (3, 3), use_bias=use_bias, dtype=dtype, rngs=rngs, **by_matmul)
 
 
 class ResidualBlock(nnx.Module):

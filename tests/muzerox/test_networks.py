@@ -10,7 +10,7 @@ from toys import random_params, small_config
 
 from muzerox.errors import ConfigError
 from muzerox.networks import make_model
-from muzerox.networks.torso import conv_by_matmul
+from muzerox.networks.layers import conv_by_matmul, product
 from muzerox.precision import POLICIES
 from muzerox.types import EnvSpec
 
@@ -46,6 +46,21 @@ def test_convolution_by_matmul_is_the_convolution(height: int, width: int) -> No
     ]
     for a, b in zip(*gradients, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 2e-3)])
+def test_a_product_sums_in_float32_and_so_does_its_gradient(dtype: str, tolerance: float) -> None:
+    rng = np.random.default_rng(0)
+    x, kernel, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 50, 30), (30, 20), (2, 50, 20)))
+    low = [jnp.asarray(a, dtype) for a in (x, kernel)]
+    out = jax.jit(product)(*low)
+    assert out.dtype == jnp.float32
+    exact = np.asarray(low[0], np.float32) @ np.asarray(low[1], np.float32)
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)  # sums lose nothing at any level
+    to_x, to_kernel = jax.jit(jax.grad(lambda *a: jnp.sum(product(*a) * weight), argnums=(0, 1)))(*low)
+    assert to_x.dtype == to_kernel.dtype == dtype
+    for got, want in ((to_x, weight @ kernel.T), (to_kernel, np.einsum("bti,bto->io", x, weight))):
+        assert np.abs(np.asarray(got, np.float32) - want).max() <= tolerance * np.abs(want).max()
 
 
 @pytest.mark.parametrize(

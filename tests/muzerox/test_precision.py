@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -76,19 +77,32 @@ def _programs(level: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["act", "update"])
 @pytest.mark.parametrize(("level", "compute"), LEVELS)
 def test_matrices_are_multiplied_in_the_dtype_of_the_level(level: str, compute: str, name: str) -> None:
-    """In the lowered program, which is what the backend is asked for: XLA for CPU computes 16-bit products in float32."""
+    """In the lowered program, which is what the backend is asked for."""
     assert _dot_dtypes(_programs(level)[name]) == {HLO[compute]}
 
 
-@pytest.mark.parametrize(("level", "compute"), [LEVELS[0], LEVELS[1], LEVELS[3]])
-def test_the_compiled_program_keeps_the_level(level: str, compute: str) -> None:
-    """On CPU the operands of a product are rounded to bfloat16 and then multiplied in float32; elsewhere products stay."""
-    text = _programs(level)["act"].compile().as_text()
-    assert ("bf16[" in text) == (compute == "bfloat16")
-    if compute == "bfloat16" and jax.default_backend() == "cpu":
-        assert re.search(r"= bf16\[[^=\n]* convert\(", text)
-    elif compute == "bfloat16":
-        assert re.search(r"bf16\[[^=\n]*(dot|custom-call|fusion)\(", text)
+def _compiled_dot_dtypes(text: str) -> Counter[str]:
+    """How many products of matrices a compiled program has, by the dtype of their operands."""
+    found: Counter[str] = Counter()
+    for computation in re.split(r"\n\n", text):
+        dtypes = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", computation))
+        for operand in re.findall(r" dot\((%[\w.-]+),", computation):
+            found[dtypes[operand]] += 1
+    return found
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O0", "f32"), ("O1", "bf16"), ("O2", "bf16")])
+def test_the_compiled_program_multiplies_in_the_dtype_of_the_level(level: str, dtype: str) -> None:
+    programs = {name: _compiled_dot_dtypes(lowered.compile().as_text()) for name, lowered in _programs(level).items()}
+    assert programs["act"].total() >= 8
+    assert programs["update"].total() >= 16
+    if dtype == "f32" or jax.default_backend() != "cpu":
+        assert all(set(found) == {dtype} for found in programs.values())
+    else:
+        # XLA for CPU widens a product over an odd dimension (the observation's 3, here) or with a transposed first operand
+        # (the gradients of kernels).
+        assert programs["act"][dtype] >= programs["act"].total() - 1
+        assert programs["update"][dtype] > programs["update"].total() / 2
 
 
 @pytest.mark.parametrize("level", POLICIES)

@@ -1,0 +1,74 @@
+"""Linear and 3x3 convolutional layers: operands in the dtype of the precision level, sums in float32.
+
+Parameters are float32. In 16 bits a product of matrices keeps its float32 sums, and the products of its gradient are
+made of 16-bit operands too: left to itself, JAX would mix a float32 cotangent with 16-bit operands and multiply in
+float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@jax.custom_vjp
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """[..., I] and [I, O] of one dtype -> [..., O] float32."""
+    return _product(x, kernel, ((x.ndim - 1,), (0,)))
+
+
+def _product(a: jax.Array, b: jax.Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return product(x, kernel), (x, kernel)
+
+
+def _backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = saved
+    cotangent = cotangent.astype(x.dtype)
+    rows = tuple(range(x.ndim - 1))
+    to_x = _product(cotangent, kernel, ((x.ndim - 1,), (1,)))
+    to_kernel = _product(x, cotangent, (rows, rows))
+    return to_x.astype(x.dtype), to_kernel.astype(kernel.dtype)
+
+
+product.defvjp(_forward, _backward)
+
+
+def linear(inputs: int, outputs: int, *, dtype: str, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
+    """[..., inputs] -> [..., outputs] float32; ``options`` are those of ``nnx.Linear``."""
+
+    def dot_general(x: jax.Array, kernel: jax.Array, *_args: object, **_kwargs: object) -> jax.Array:
+        return product(x, kernel)
+
+    return nnx.Linear(inputs, outputs, dtype=dtype, rngs=rngs, dot_general=dot_general, **options)
+
+
+def conv_by_matmul(x: jax.Array, kernel: jax.Array, *_args: object, **_kwargs: object) -> jax.Array:
+    """``jax.lax.conv_general_dilated`` for 3x3 kernels, stride 1 and same padding, as one matrix product.
+
+    Args:
+      x: [B, H, W, C].
+      kernel: [3, 3, C, D] of the same dtype.
+
+    Returns:
+      [B, H, W, D] float32. Each cell's nine neighbours side by side times the kernel as a matrix.
+    """
+    _, height, width, channels = x.shape
+    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    neighbours = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    return product(jnp.concatenate(neighbours, axis=-1), kernel.reshape(9 * channels, -1))
+
+
+def conv_3x3(inputs: int, outputs: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs) -> nnx.Conv:
+    """[B, H, W, inputs] -> [B, H, W, outputs]: a 3x3 convolution that keeps height and width.
+
+    XLA's convolutions on CPU, and their gradients above all, are many times slower than its matrix products.
+    """
+    by_matmul = {"conv_general_dilated": conv_by_matmul} if jax.default_backend() == "cpu" else {}
+    return nnx.Conv(inputs, outputs, (3, 3), use_bias=use_bias, dtype=dtype, rngs=rngs, **by_matmul)
