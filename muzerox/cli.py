@@ -59,7 +59,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         metavar="DIR",
         help="continue the run in DIR; of the other options only --set of "
-        "train.max_env_steps, target_return, eval_* and checkpoint_period apply",
+        "train.max_env_steps, target_return, eval_*, checkpoint_period, runtime.loop_count and allocation.* apply",
     )
     add_output_arguments(parser)
 
@@ -180,7 +180,7 @@ def _info(args: argparse.Namespace) -> int:
     from muzerox import info
     from muzerox.report import print_table
 
-    sections = {"muzerox": info.versions()}
+    sections = {"muzerox": info.versions(), **(args.machine() if hasattr(args, "machine") else {})}
     if args.envs:
         sections |= info.environments()
     if args.keys:

@@ -108,7 +108,15 @@ class SearchConfig(_Section):
 
     prefix: ClassVar[str] = "search."
     algorithm: str = knob("gumbel", "Gumbel MuZero, or MuZero with PUCT", choices=("gumbel", "muzero"))
+    engine: str = knob("mctx", "implementation of the search", choices=("mctx",))
     num_simulations: int = knob(16, "simulations of a search", unit="simulations", low=1, high=10_000)
+    split: int = knob(
+        1,
+        "parts a batch of roots is searched in, one after the other, as far as they divide it: smaller trees stay in cache",
+        unit="parts",
+        low=1,
+        high=4096,
+    )
     max_depth: int | None = knob(None, "largest depth of the tree; absent means unlimited", unit="plies", low=1, high=10_000)
     max_considered_actions: int = knob(16, "Gumbel: actions sampled at the root", unit="actions", low=1, high=10_000)
     gumbel_scale: float = knob(1.0, "Gumbel: scale of the root noise while training", low=0.0, high=100.0)
@@ -128,6 +136,9 @@ class ReplayConfig(_Section):
     prefix: ClassVar[str] = "replay."
     kind: str = knob("prioritized", "how starts of sequences are drawn", choices=("prioritized", "uniform"))
     capacity: int = knob(131_072, "transitions kept, summed over environments", unit="transitions", low=1, high=2_000_000_000)
+    placement: str = knob(
+        "device", "memory the ring lies in; host leaves an accelerator's to the search", choices=("device", "host")
+    )
     min_size: int = knob(2_048, "transitions collected before the first update", unit="transitions", low=1, high=2_000_000_000)
     priority_exponent: float = knob(0.6, "prioritized: 0 is uniform, 1 proportional to the error", low=0.0, high=2.0)
     importance_exponent: float = knob(0.4, "prioritized: strength of the importance weights", low=0.0, high=1.0)
@@ -202,6 +213,18 @@ class RuntimeConfig(_Section):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AllocationConfig(_Section):
+    """The share of the machine this run may use; what is absent is not limited."""
+
+    prefix: ClassVar[str] = "allocation."
+    cores: int | None = knob(None, "cores the process runs on", unit="cores", low=1, high=100_000)
+    memory_gib: float | None = knob(None, "memory the process may hold", unit="GiB", above=0.0, high=1e6)
+    device_memory: float | None = knob(
+        None, "share of each accelerator's memory that JAX takes; without effect on CPU", unit="share", above=0.0, high=1.0
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(_Section):
     """Everything that determines a run.
 
@@ -217,6 +240,7 @@ class Config(_Section):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+    allocation: AllocationConfig = dataclasses.field(default_factory=AllocationConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,6 +261,9 @@ class Config(_Section):
             if value % devices:
                 rule = f"must be a multiple of runtime.num_devices ({devices})"
                 raise ConfigError(path, value, rule, max(devices, value // devices * devices))
+        if envs % (self.search.split * devices):
+            rule = f"runtime.num_envs ({envs}) must be a multiple of it times runtime.num_devices ({devices})"
+            raise ConfigError("search.split", self.search.split, rule, math.gcd(self.search.split, envs // devices))
         steps = Fraction(batch) / self.replay_ratio
         if steps > 10**8:
             raise ConfigError(
@@ -327,6 +354,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "precision": PrecisionConfig,
     "runtime": RuntimeConfig,
+    "allocation": AllocationConfig,
 }
 
 

@@ -7,11 +7,13 @@ donated state. Prioritized experience replay: Schaul et al., arXiv:1511.05952.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.experimental.compute_on import compute_on
 
 from muzerox.config import ReplayConfig
 from muzerox.types import Transition
@@ -58,7 +60,7 @@ def add(state: ReplayState, row: Transition) -> ReplayState:
     rows, num_envs = state.priority.shape
     fresh = jnp.full((num_envs,), state.max_priority)
     return state.replace(
-        storage=jax.tree.map(lambda ring, x: ring.at[state.cursor].set(x), state.storage, row),
+        storage=jax.tree.map(lambda ring, x: _where_it_lies(_write, ring, state.cursor, x), state.storage, row),
         priority=state.priority.at[state.cursor].set(fresh),
         row_priority=state.row_priority.at[state.cursor].set(state.max_priority * num_envs),
         cursor=(state.cursor + 1) % rows,
@@ -107,9 +109,29 @@ def read(tree: Any, start: Sample, offsets: jax.Array) -> Any:
 
     def gather(ring: jax.Array) -> jax.Array:
         row = (start.row[:, None] + offsets) % ring.shape[0]
-        return ring[row, start.env[:, None]]
+        found = _where_it_lies(_gather, ring, row, start.env[:, None])
+        return jax.device_put(found, jax.memory.Space.Device) if _on_host(ring) else found
 
     return jax.tree.map(gather, tree)
+
+
+def _write(ring: jax.Array, cursor: jax.Array, row: jax.Array) -> jax.Array:
+    return ring.at[cursor].set(row)
+
+
+def _gather(ring: jax.Array, row: jax.Array, env: jax.Array) -> jax.Array:
+    return ring[row, env]
+
+
+def _on_host(ring: jax.Array) -> bool:
+    return jax.typeof(ring).memory_space == jax.memory.Space.Host
+
+
+def _where_it_lies(function: Callable[..., jax.Array], ring: jax.Array, *args: jax.Array) -> jax.Array:
+    """``function(ring, *args)``, computed by the host where ``ring`` lies in its memory: only rows cross the bus."""
+    if not _on_host(ring):
+        return function(ring, *args)
+    return compute_on("device_host")(jax.jit(function))(ring, *jax.device_put(args, jax.memory.Space.Host))
 
 
 def update_priority(config: ReplayConfig, state: ReplayState, start: Sample, error: jax.Array) -> ReplayState:

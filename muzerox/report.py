@@ -139,12 +139,14 @@ def draw_return_curve(run: RunDir, config: Config) -> None:
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:
     """Two columns on stdout, as wide as they need."""
-    table = Table(title=title, show_header=False, title_justify="left")
+    console = Console()
+    console.print(title, style="italic", highlight=False, soft_wrap=True)  # a title of the table's would be as narrow as it is
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, _readable(value))
-    Console().print(table)
+    console.print(table)
 
 
 def _readable(value: Any) -> str:

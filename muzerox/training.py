@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muzerox import config_io
+from muzerox import allocation, config_io
 from muzerox.algorithms import make_algorithm
 from muzerox.checkpoint import Checkpoints
 from muzerox.compilation import compile_beside, enable_cache
@@ -31,8 +31,19 @@ from muzerox.runtimes import make_runtime
 from muzerox.timing import PhaseClock, seconds_since_process_start
 from muzerox.types import Environment, Params, Report
 
-# What may change when a run is resumed: how long it goes on, and how it is watched.
-RESUMABLE = ("train.max_env_steps", "train.target_return", "train.eval_period", "train.eval_episodes", "train.checkpoint_period")
+# What may change when a run is resumed: how long it goes on, how it is watched, and what it is given, none of which changes
+# a number of what is learnt.
+RESUMABLE = (
+    "train.max_env_steps",
+    "train.target_return",
+    "train.eval_period",
+    "train.eval_episodes",
+    "train.checkpoint_period",
+    "runtime.loop_count",
+    "allocation.cores",
+    "allocation.memory_gib",
+    "allocation.device_memory",
+)
 _REPORT_SECONDS = 0.5  # wall time of the dispatches between two reports
 
 
@@ -73,12 +84,13 @@ def train(config: Config, out: str | Path | None = None, *, quiet: bool = False)
       UserError: an environment, device or directory that cannot be used; nothing is written then.
       RunFailed: training diverged.
     """
-    config = config.replace({f"precision.{k}": v for k, v in dataclasses.asdict(resolve(config.precision)).items()})
-    run = RunDir(out) if out is not None else RunDir.default(config)
-    run.check_new()  # before anything is compiled; create() checks again when the rest is known to be right
-    session = _Session(config, run)
-    run.create(config)
-    return session.go(quiet=quiet)
+    with allocation.applied(config.allocation):
+        config = config.replace({f"precision.{k}": v for k, v in dataclasses.asdict(resolve(config.precision)).items()})
+        run = RunDir(out) if out is not None else RunDir.default(config)
+        run.check_new()  # before anything is compiled; create() checks again when the rest is known to be right
+        session = _Session(config, run)
+        run.create(config)
+        return session.go(quiet=quiet)
 
 
 def resume(path: str | Path, *, changes: Mapping[str, Any] | None = None, quiet: bool = False) -> TrainResult:
@@ -106,7 +118,8 @@ def resume(path: str | Path, *, changes: Mapping[str, Any] | None = None, quiet:
         if name not in RESUMABLE:
             raise ConfigError(name, None, f"cannot change when a run is resumed; what can: {', '.join(RESUMABLE)}")
     config = config.replace(changes or {})
-    return _Session(config, run).go(quiet=quiet, changed=bool(changes))
+    with allocation.applied(config.allocation):
+        return _Session(config, run).go(quiet=quiet, changed=bool(changes))
 
 
 class _Session:

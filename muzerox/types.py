@@ -155,8 +155,8 @@ class Report:
 
 
 class Runtime(NamedTuple):
-    """Where training runs. ``init(key) -> state``; ``run(state, n) -> (state, Report)`` makes n dispatches of
-    ``runtime.loop_count`` updates each; ``state`` is donated."""
+    """Where training runs. ``init(key) -> state``; ``run(state, n, loop_count) -> (state, Report)`` makes n dispatches of
+    ``loop_count`` updates each (by default ``runtime.loop_count``; another number compiles nothing); ``state`` is donated."""
 
     init: Callable[[jax.Array], Any]
-    run: Callable[[Any, int], tuple[Any, Report]]
+    run: Callable[..., tuple[Any, Report]]

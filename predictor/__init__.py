@@ -1,4 +1,48 @@
 """Predicts what a training configuration costs on given hardware, before it runs.
 
-Home of the runtime predictor; it imports neither ``muzerox`` nor ``tuner``, which import-linter enforces.
+Physics first (stages of the program over measured rates), a graph attention network for what physics misses, offsets for what
+this machine does today. Nothing here knows ``muzerox``: a :class:`Workload` is a configuration in numbers.
+
+    store = Store("measurements/my-machine")
+    measurements = [Measurement.from_dict(row) for row in store.rows()]
+    model = RuntimePredictor().fit(measurements)
+    print(model.predict(workload, hardware).env_steps_per_second, model.report)
+
+An annealer scores thousands of candidates at once, and takes the fitted arrays as an argument, so that a refit predictor
+does not compile it again:
+
+    energies = jax.jit(log_seconds)(model.params, candidates, hardware_rates(hardware))  # fields float32 [C] -> [C]
 """
+
+from predictor.analytic import STAGES, Rates, hardware_rates, resident_bytes, stack, stages
+from predictor.artifact import ArtifactError
+from predictor.fit import FitReport
+from predictor.runtime_predictor import Params, RuntimePredictor, base_log_seconds, log_seconds
+from predictor.schema import Hardware, Measurement, Outcome, Prediction, SchemaError, Workload
+from predictor.store import Store, StoreError, by_environment, by_hardware, split
+
+__all__ = [
+    "STAGES",
+    "ArtifactError",
+    "FitReport",
+    "Hardware",
+    "Measurement",
+    "Outcome",
+    "Params",
+    "Prediction",
+    "Rates",
+    "RuntimePredictor",
+    "SchemaError",
+    "Store",
+    "StoreError",
+    "Workload",
+    "base_log_seconds",
+    "by_environment",
+    "by_hardware",
+    "hardware_rates",
+    "log_seconds",
+    "resident_bytes",
+    "split",
+    "stack",
+    "stages",
+]

@@ -5,6 +5,10 @@ Variants differ in the search they plug in. Schrittwieser et al., arXiv:1911.082
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import mctx
@@ -46,6 +50,18 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
 
     def act(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None, explore: bool) -> Decision:
         params = cast(params, policy.acting)
+        parts = math.gcd(config.search.split, observation.shape[0])
+        if parts == 1:
+            return search_roots(key, params, observation, legal, explore)
+
+        def part(x: tuple[jax.Array, tuple[jax.Array, jax.Array | None]]) -> Decision:
+            key, (observation, legal) = x
+            return search_roots(key, params, observation, legal, explore)
+
+        split, join = _in_parts(parts)
+        return join(jax.lax.map(part, (jax.random.split(key, parts), split((observation, legal)))))
+
+    def search_roots(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None, explore: bool) -> Decision:
         hidden = model.represent(params, observation)
         prior_logits, value_logits = model.predict(params, hidden)
         root = mctx.RootFnOutput(
@@ -113,6 +129,18 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
         return LossOutput(loss=total, priority=jnp.abs(prediction - targets.value[:, 0]), metrics=metrics)
 
     return Algorithm(init=model.init, act=act, value=value, targets=targets, loss=loss)
+
+
+def _in_parts(parts: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Leaves [B, ...] to [parts, B / parts, ...], and back."""
+
+    def split(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.reshape((parts, -1, *x.shape[1:])), tree)
+
+    def join(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), tree)
+
+    return split, join
 
 
 def _scale_gradient(x: jax.Array, factor: float) -> jax.Array:

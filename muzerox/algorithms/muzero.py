@@ -2,10 +2,10 @@
 
 from muzerox.algorithms.base import make_family
 from muzerox.config import Config
-from muzerox.search import muzero_search
+from muzerox.search import make_search
 from muzerox.types import Algorithm, EnvSpec
 
 
 def build(config: Config, spec: EnvSpec) -> Algorithm:
     """MuZero with PUCT for an environment."""
-    return make_family(config, spec, muzero_search(config.search))
+    return make_family(config, spec, make_search(config.search, "muzero"))

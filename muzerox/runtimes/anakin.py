@@ -67,7 +67,7 @@ def _check_memory(config: Config, mesh: Mesh, ring: ReplayState) -> None:
 def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     """The Anakin runtime. Raises ConfigError when the mesh needs more devices or memory than there is."""
     mesh = placement.make_mesh(config.runtime.num_devices)
-    num_envs, loop_count = config.runtime.num_envs, config.runtime.loop_count
+    num_envs = config.runtime.num_envs
     earned, cost, first_rows = _pace(config)
     act, update = make_act(env, algorithm, random_action=config.train.random_action), make_update(config, env.spec, algorithm)
 
@@ -102,49 +102,61 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
         credit = jnp.where(is_first, 0, state.credit % cost)
         return state.replace(actors=actors, replay=ring, rows=rows, credit=credit), stats
 
-    def iteration(carry: tuple[RunState, EpisodeStats], _: None) -> tuple[tuple[RunState, EpisodeStats], Metrics]:
-        state, stats = play(*carry)
-        key = jax.random.fold_in(jax.random.fold_in(state.key, 1), state.learner.updates)
-        learner, ring, metrics = update(key, state.learner, state.replay)
-        return (state.replace(learner=learner, replay=ring, credit=state.credit + earned), stats), metrics
+    def dispatch(state: RunState, count: jax.Array) -> tuple[RunState, EpisodeStats, Metrics, jax.Array]:
+        """``count`` updates, their metrics summed over those that were finite, and the number skipped."""
 
-    def dispatch(state: RunState) -> tuple[RunState, EpisodeStats, Metrics]:
-        (state, stats), metrics = jax.lax.scan(iteration, (state, EpisodeStats.zero()), None, length=loop_count)
-        return state, stats, metrics
+        def iteration(_: jax.Array, carry: tuple) -> tuple:
+            state, stats, sums, skipped = carry
+            state, stats = play(state, stats)
+            key = jax.random.fold_in(jax.random.fold_in(state.key, 1), state.learner.updates)
+            learner, ring, metrics = update(key, state.learner, state.replay)
+            skip = metrics.pop("skipped")
+            # A skipped update has no loss worth averaging.
+            sums = jax.tree.map(lambda total, x: total + jnp.where(skip > 0, 0.0, x), sums, metrics)
+            state = state.replace(learner=learner, replay=ring, credit=state.credit + earned)
+            return state, stats, sums, skipped + skip
+
+        metrics = jax.eval_shape(update, state.key, state.learner, state.replay)[2]
+        zeros = {name: jnp.float32(0.0) for name in metrics if name != "skipped"}
+        return jax.lax.fori_loop(0, count, iteration, (state, EpisodeStats.zero(), zeros, jnp.float32(0.0)))
 
     example = jax.eval_shape(init, jax.random.key(0))
     _check_memory(config, mesh, example.replay)
     shardings = placement.replicate(mesh, example).replace(
-        actors=placement.split_axis(mesh, example.actors, 0), replay=placement.split_axis(mesh, example.replay, 1)
+        actors=placement.split_axis(mesh, example.actors, 0),
+        replay=placement.place_storage(config.replay, placement.split_axis(mesh, example.replay, 1)),
     )
     # It runs once: compiling it takes far longer than running it, and takes cores from the compilation of dispatch.
     jit_init = jax.jit(init, out_shardings=shardings, compiler_options={"xla_backend_optimization_level": 0})
-    jit_dispatch = jax.jit(dispatch, donate_argnums=0, in_shardings=(shardings,), out_shardings=(shardings, None, None))
+    jit_dispatch = jax.jit(
+        dispatch, donate_argnums=0, in_shardings=(shardings, None), out_shardings=(shardings, None, None, None)
+    )
 
-    compiled = compile_beside(jit_dispatch, example)
+    # The number of updates is an argument: fusing more or fewer of them compiles nothing.
+    compiled = compile_beside(jit_dispatch, example, jax.ShapeDtypeStruct((), jnp.int32))
 
-    def run(state: RunState, n: int) -> tuple[RunState, Report]:
+    def run(state: RunState, n: int, loop_count: int = config.runtime.loop_count) -> tuple[RunState, Report]:
         state = jax.device_put(state, shardings)  # moves nothing unless the state was just restored
-        outputs: list[tuple[EpisodeStats, Metrics]] = []
+        count = np.int32(loop_count)
+        outputs: list[tuple[EpisodeStats, Metrics, jax.Array]] = []
         for _ in range(n):
-            state, stats, metrics = compiled()(state)
-            outputs.append((stats, metrics))
-        return state, _report(num_envs, state, jax.device_get(outputs))
+            state, *output = compiled()(state, count)
+            outputs.append(tuple(output))
+        return state, _report(num_envs, n * loop_count, state, jax.device_get(outputs))
 
     return Runtime(jit_init, run)
 
 
-def _report(num_envs: int, state: RunState, outputs: list[Any]) -> Report:
-    episodes = sum(int(stats.count) for stats, _ in outputs)
-    metrics = {name: np.concatenate([m[name] for _, m in outputs]) for name in outputs[0][1]}
-    skipped = metrics.pop("skipped")
-    finite = skipped == 0  # a skipped update has no loss worth averaging
+def _report(num_envs: int, made: int, state: RunState, outputs: list[Any]) -> Report:
+    episodes = sum(int(stats.count) for stats, _, _ in outputs)
+    skipped = sum(int(skipped) for _, _, skipped in outputs)
+    finite = made - skipped
     return Report(
         env_steps=int(state.rows) * num_envs,
         updates=int(state.learner.updates),
         episodes=episodes,
-        mean_return=sum(float(stats.return_sum) for stats, _ in outputs) / episodes if episodes else None,
-        mean_length=sum(int(stats.length_sum) for stats, _ in outputs) / episodes if episodes else None,
-        skipped_updates=int(skipped.sum()),
-        metrics={name: float(values[finite].mean()) for name, values in metrics.items() if finite.any()},
+        mean_return=sum(float(stats.return_sum) for stats, _, _ in outputs) / episodes if episodes else None,
+        mean_length=sum(int(stats.length_sum) for stats, _, _ in outputs) / episodes if episodes else None,
+        skipped_updates=skipped,
+        metrics={name: sum(float(sums[name]) for _, sums, _ in outputs) / finite for name in outputs[0][1]} if finite else {},
     )

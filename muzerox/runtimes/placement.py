@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from muzerox.allocation import available_memory
+from muzerox.config import ReplayConfig
 from muzerox.errors import ConfigError
+from muzerox.replay import ReplayState
 
 AXIS = "data"  # environments, replay columns and batches are split over it
 
@@ -25,7 +27,7 @@ def memory(mesh: Mesh) -> int | None:
     """Bytes that the devices of ``mesh`` hold together; CPU devices share the host's. None where a device does not tell."""
     devices = list(mesh.devices.flat)
     if devices[0].platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+        return available_memory()
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     return sum(filter(None, limits)) if all(limits) else None
 
@@ -39,6 +41,13 @@ def split_axis(mesh: Mesh, tree: Any, axis: int) -> Any:
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
 
     return jax.tree.map(sharding, tree)
+
+
+def place_storage(config: ReplayConfig, shardings: ReplayState) -> ReplayState:
+    """The shardings of a replay, its rows where ``replay.placement`` says; priorities stay on the device."""
+    if config.placement == "device":
+        return shardings
+    return shardings.replace(storage=jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), shardings.storage))
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:

@@ -86,16 +86,22 @@ def test_the_replay_ratio_is_kept(num_envs: int, batch: int, ratio: float, loop_
 
 
 @functools.cache
-def cartpole(loop_count: int, num_devices: int = 1) -> Runtime:
-    config = small_config(runtime__loop_count=loop_count, runtime__num_devices=num_devices, train__replay_ratio=1.5)
+def cartpole(loop_count: int, num_devices: int = 1, placement: str = "device") -> Runtime:
+    config = small_config(
+        runtime__loop_count=loop_count,
+        runtime__num_devices=num_devices,
+        replay__placement=placement,
+        train__replay_ratio=1.5,
+    )
     env = make_env("gymnax:CartPole-v1")
     return anakin.build(config, env, make_algorithm(config, env.spec))
 
 
-def _run(runtime: Runtime, calls: list[int]) -> tuple[Any, list[Report]]:
+def _run(runtime: Runtime, calls: list[Any]) -> tuple[Any, list[Report]]:
+    """Calls of n dispatches, or of (n, updates a dispatch)."""
     state, reports = runtime.init(jax.random.key(7)), []
-    for n in calls:
-        state, report = runtime.run(state, n)
+    for call in calls:
+        state, report = runtime.run(state, *(call if isinstance(call, tuple) else (call,)))
         reports.append(report)
     return state, reports
 
@@ -108,16 +114,26 @@ def _numbers(state: Any) -> list[np.ndarray]:
 
 
 def test_portions_change_nothing() -> None:
-    """Sixteen updates as 2 dispatches of 8, 4 of 4 (in two calls) and 16 of 1: the same state, bit for bit."""
-    runtimes = [cartpole(8), cartpole(4), cartpole(1)]  # built together, they compile side by side
+    """Sixteen updates as 2 dispatches of 8, 4 of 4 (in two calls), 16 of 1, and 3 of 5 and 1: the same state, bit for bit."""
+    runtimes = [cartpole(8), cartpole(1)]  # built together, they compile side by side
     reference, (report,) = _run(runtimes[0], [2])
     assert report.updates == 16
-    for runtime, calls in ((runtimes[1], [3, 1]), (runtimes[2], [16])):
+    for runtime, calls in ((runtimes[0], [(3, 4), (1, 4)]), (runtimes[1], [16]), (runtimes[1], [(3, 5), 1])):
         state, reports = _run(runtime, calls)
         assert (reports[-1].updates, reports[-1].env_steps) == (report.updates, report.env_steps)
         assert sum(r.episodes for r in reports) == report.episodes
         for a, b in zip(_numbers(reference), _numbers(state), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_a_replay_in_the_memory_of_the_host_changes_nothing() -> None:
+    runtimes = [cartpole(8), cartpole(8, placement="host")]
+    (near, (report,)), (far, (report_far,)) = (_run(runtime, [2]) for runtime in runtimes)
+    assert report == report_far
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(far.replay.storage)} == {"pinned_host"}
+    assert far.replay.priority.sharding.memory_kind == near.replay.priority.sharding.memory_kind == "device"
+    for a, b in zip(_numbers(near), _numbers(far), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_two_devices_learn_what_one_learns() -> None:
@@ -139,6 +155,7 @@ def test_running_again_compiles_nothing(caplog: pytest.LogCaptureFixture) -> Non
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         state, _ = runtime.run(state, 1)
         state, _ = runtime.run(state, 5)
+        state, _ = runtime.run(state, 2, 3)  # another number of updates a dispatch
         assert [record.getMessage() for record in caplog.records if "ompil" in record.getMessage()] == []
         jax.jit(lambda x: x * 3 + 1)(jnp.ones(7))  # the log does show a compilation
         assert any("ompil" in record.getMessage() for record in caplog.records)

@@ -164,7 +164,8 @@ def configs(draw: st.DrawFn) -> Config:
     changes = {path: draw(values(path)) for path in chosen}
     devices = draw(st.sampled_from([1, 2, 3, 8]))
     changes["runtime.num_devices"] = devices
-    changes["runtime.num_envs"] = devices * draw(st.integers(1, 100))
+    changes["search.split"] = draw(st.sampled_from([1, 2, 7]))
+    changes["runtime.num_envs"] = changes["search.split"] * devices * draw(st.integers(1, 100))
     changes["train.batch_size"] = devices * draw(st.integers(1, 100))
     changes["train.unroll_steps"] = draw(st.integers(1, 10))
     changes["train.td_steps"] = draw(st.integers(1, 50))

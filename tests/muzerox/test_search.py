@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import mctx
@@ -19,7 +20,7 @@ from muzerox.config import Config, SearchConfig
 from muzerox.envs import make_env
 from muzerox.networks import make_model
 from muzerox.precision import POLICIES
-from muzerox.search import gumbel_search, muzero_search
+from muzerox.search.policy import gumbel_search, muzero_search
 from muzerox.types import Algorithm, EnvSpec, Params
 
 B, N = 6, 8  # searches, simulations
@@ -187,6 +188,20 @@ def test_nim_is_won_whenever_it_can_be(make: Any) -> None:
         value = np.asarray(decision.value)
         assert (value[:6] > 0.3).all()
         assert (value[6:] < -0.3).all()  # the player to move loses against good play
+
+
+def test_a_split_search_is_the_searches_of_its_parts() -> None:
+    env = make_env("gymnax:CartPole-v1")
+    whole, split = (make_algorithm(small_config(search__split=n), env.spec) for n in (1, 2))
+    params = random_params(jax.random.key(1), whole.init(jax.random.key(0)))
+    observation = jax.random.normal(jax.random.key(2), (8, 4))
+    keys = jax.random.split(jax.random.key(3), 2)
+    parts = [whole.act(key, params, part, None, True) for key, part in zip(keys, jnp.split(observation, 2), strict=True)]
+    expected = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    found = split.act(jax.random.key(3), params, observation, None, True)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+    odd = split.act(jax.random.key(3), params, observation[:7], None, True)  # parts do not divide it: searched whole
+    chex.assert_trees_all_close(odd, whole.act(jax.random.key(3), params, observation[:7], None, True))
 
 
 class _TicTacToe:

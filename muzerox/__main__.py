@@ -1,0 +1,7 @@
+"""``python -m muzerox``: the ``muzerox`` command."""
+
+import sys
+
+from muzerox.cli import main
+
+sys.exit(main())

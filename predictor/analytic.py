@@ -1,0 +1,267 @@
+"""Physics first: seconds of each stage of a training program from its FLOPs, bytes and sequential operations.
+
+The program is one compiled loop on one device (search self-play, replay, learner), so its stages run one after another and
+their seconds add up. Each stage's count over the measured rates of the hardware is multiplied by a coefficient near 1 that
+measurements correct (:func:`fit_coefficients`), as Ernest does (Venkataraman et al., NSDI 2016). All of it is elementwise
+over candidates: fields of a workload and rates are scalars or float32 [C].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import nnls
+
+from predictor.schema import Hardware, Workload
+
+Value: TypeAlias = jax.Array | np.ndarray | np.floating | float  # one number, or one a candidate
+
+STAGES = (
+    "acting_flops",  # networks evaluated by the searches of self-play
+    "acting_bytes",  # their activations, softmax over bins included
+    "acting_operations",  # the same as a sequence of small operations: what small networks are bound by
+    "tree_operations",  # walking down and up the trees, one small operation after another
+    "tree_bytes",  # statistics of the trees, read and written at every simulation
+    "learner_flops",  # targets, loss and its gradient
+    "learner_bytes",  # activations kept for the gradient, softmax over bins included
+    "learner_operations",
+    "optimizer_bytes",
+    "replay_bytes",  # drawing and gathering sequences, writing rows
+    "reanalysis",  # searching stored states again
+    "environment",
+    "dispatch",  # the host asking for the next loop
+)
+
+# Counts below are to scale: on 45 runs of four environments on two CPU cores their coefficients came out near 1.
+PRIOR = np.ones(len(STAGES), np.float32)  # coefficients before anything was measured
+
+# Small operations of what runs beside the layers of networks.
+_LAYER_OPERATIONS = 3.0  # product, normalisation, activation
+_TREE_OPERATIONS = 16.0  # of a simulation: selection at the root, expansion
+_LEVEL_OPERATIONS = 8.0  # of each level a simulation walks down and up
+_LEARNER_OPERATIONS = 400.0  # sampling, targets, losses, optimizer
+_ENVIRONMENT_OPERATIONS = 250.0
+# How often a number is read or written, what is computed for it (an exponential, a random number) counted as more of that.
+_ACTIVATION_PASSES = 36.0
+_CONVOLUTION = 3.0  # elements of a layer that gathers the neighbours of each cell, next to one that does not
+_STATISTIC_PASSES = 80.0  # arrays [E, N+1, A] of a tree, copied at every simulation
+_PUCT_PASSES = 480.0  # more, with PUCT: it breaks ties at random at every level
+_OPTIMIZER_PASSES = 16.0
+_PRIORITY_PASSES = 12.0
+_SEARCH_PRODUCTS = 2.5  # products of a search have few rows: so much slower than the large product that rates measure
+
+_FIT_ITERATIONS = 10
+
+
+class Rates(NamedTuple):
+    """The numbers of a :class:`Hardware`; each float32, [] or one a candidate."""
+
+    cores: Value
+    memory_bytes: Value
+    device_memory_bytes: Value
+    float32_flops: Value
+    bfloat16_flops: Value
+    one_core_flops: Value
+    copy_bytes_per_second: Value
+    dispatch_seconds: Value
+    operation_seconds: Value
+
+
+def hardware_rates(hardware: Hardware) -> Rates:
+    """The rates of a machine as arrays [], so that another machine does not recompile."""
+    return Rates(*(np.float32(getattr(hardware, name)) for name in Rates._fields))
+
+
+def stack(workloads: Sequence[Workload]) -> Workload:
+    """Workloads of scalars as one with fields float32 [C]."""
+    return jax.tree.map(lambda *fields: np.asarray(fields, np.float32), *workloads)
+
+
+class _Search(NamedTuple):
+    """What a search costs."""
+
+    flops: Value  # a root
+    activation_bytes: Value  # a root
+    statistic_bytes: Value  # a root
+    network_operations: Value  # all roots of a batch together
+    tree_operations: Value  # likewise
+
+
+def _elements(w: Workload, layers: Value, flops: Value, params: Value) -> Value:
+    """Elements that the layers of a network pass on for one row: a hidden state each.
+
+    A dense layer uses a parameter once a row, a convolution once a cell: the count of flops tells which it is.
+    """
+    uses = flops / (2.0 * jnp.maximum(params, 1.0))
+    return layers * w.hidden_size * jnp.where(uses > 2.0, _CONVOLUTION, 1.0)
+
+
+def _search_cost(w: Workload) -> _Search:
+    """Root inference, then one simulation after another: descend, expand with one recurrent inference, back up.
+
+    mctx keeps a tree in arrays [roots, N+1, A] that a simulation copies, so that bytes grow with N squared.
+    """
+    simulations = w.num_simulations
+    depth = jnp.log2(simulations + 1.0)
+    recurrent = _elements(w, w.dynamics_layers, w.dynamics_flops, w.dynamics_params) + _elements(
+        w, w.predict_layers, w.predict_flops, w.predict_params
+    )
+    recurrent = recurrent + 2.0 * w.num_bins + w.num_actions
+    return _Search(
+        flops=_SEARCH_PRODUCTS * (w.represent_flops + w.predict_flops + simulations * (w.dynamics_flops + w.predict_flops)),
+        activation_bytes=4.0 * _ACTIVATION_PASSES * (simulations + 1.0) * recurrent,
+        statistic_bytes=4.0
+        * simulations
+        * ((_STATISTIC_PASSES + _PUCT_PASSES * w.puct) * (simulations + 1.0) * w.num_actions + w.hidden_size),
+        network_operations=_LAYER_OPERATIONS
+        * (w.represent_layers + w.predict_layers + simulations * (w.dynamics_layers + w.predict_layers)),
+        tree_operations=simulations * (_TREE_OPERATIONS + _LEVEL_OPERATIONS * depth),
+    )
+
+
+def matmul_rate(w: Workload, hardware: Rates) -> Value:
+    """Operations a second of matrix products with the workload's cores and precision, over all its devices."""
+    share = jnp.clip((w.cores - 1.0) / jnp.maximum(hardware.cores - 1.0, 1.0), 0.0, 1.0)
+    rate = hardware.one_core_flops + share * (hardware.float32_flops - hardware.one_core_flops)
+    faster = jnp.where(jnp.asarray(w.compute_bits) <= 16.0, hardware.bfloat16_flops / hardware.float32_flops, 1.0)
+    return rate * faster * w.num_devices
+
+
+def stages(workload: Workload, hardware: Rates) -> jax.Array:
+    """Seconds of each stage per environment step (a transition; environments side by side count each).
+
+    Args:
+      workload: fields [] or [C].
+      hardware: fields [] or [C].
+
+    Returns:
+      float32 [..., S] in the order of ``STAGES``, before coefficients.
+    """
+    w = workload
+    flops, copy = matmul_rate(w, hardware), hardware.copy_bytes_per_second * jnp.asarray(w.num_devices)
+    operation = hardware.operation_seconds
+    search = _search_cost(w)
+    searches = w.search_split / w.num_envs  # batches of roots searched one after the other, a step
+    updates = w.replay_ratio / w.batch_size  # a step
+    positions = w.unroll_steps + 1.0
+
+    unrolled = w.represent_flops + w.unroll_steps * w.dynamics_flops + positions * w.predict_flops
+    target_flops = positions * (w.represent_flops + w.predict_flops)
+    # Forward and twice as much backward; targets only forward.
+    activations = (
+        _elements(w, w.represent_layers, w.represent_flops, w.represent_params)
+        + w.unroll_steps * _elements(w, w.dynamics_layers, w.dynamics_flops, w.dynamics_params)
+        + positions * _elements(w, w.predict_layers, w.predict_flops, w.predict_params)
+        + (w.unroll_steps + positions) * w.num_bins
+    )
+    learner_layers = (
+        3.0 * (w.represent_layers + w.unroll_steps * w.dynamics_layers + w.predict_layers) + w.represent_layers + w.predict_layers
+    )
+    params = w.represent_params + w.dynamics_params + w.predict_params
+    sequence_bytes = (
+        (positions + 1.0) * w.observation_bytes + (w.unroll_steps + w.td_steps) * 20.0 + positions * w.num_actions * 4.0
+    )
+    priority_bytes = 4.0 * _PRIORITY_PASSES * w.prioritized * (w.capacity / w.num_envs + w.batch_size * w.num_envs)
+    row_bytes = w.observation_bytes + 4.0 * w.num_actions + 20.0
+
+    refreshed = w.reanalyze_fraction * w.replay_ratio * positions  # roots searched again, a step
+    refreshing = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # searches a step
+    seconds = (
+        search.flops / flops,
+        search.activation_bytes / copy,
+        searches * search.network_operations * operation,
+        searches * search.tree_operations * operation,
+        search.statistic_bytes / copy,
+        w.replay_ratio * (3.0 * unrolled + target_flops) / flops,
+        w.replay_ratio * 4.0 * 2.0 * _ACTIVATION_PASSES * activations / copy,
+        updates * (_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
+        updates * 4.0 * _OPTIMIZER_PASSES * params / hardware.copy_bytes_per_second,
+        (row_bytes + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + updates * priority_bytes) / copy,
+        refreshed * (search.flops / flops + (search.activation_bytes + search.statistic_bytes) / copy)
+        + refreshing * (search.network_operations + search.tree_operations) * operation,
+        _ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy,
+        updates / w.loop_count * hardware.dispatch_seconds,
+    )
+    return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(s, jnp.float32) for s in seconds)), axis=-1)
+
+
+def combine(stage_seconds: jax.Array, p: float = 1.0) -> jax.Array:
+    """Seconds of all stages together, [..., S] -> [...]: their p-norm.
+
+    1 is the sum (one after another: what this program does), infinity the maximum (all at once); Pollux fits a power
+    between 1 and 10 to programs in between (Qiao et al., OSDI 2021, arXiv:2008.12260).
+    """
+    if p == 1.0:
+        return jnp.sum(stage_seconds, axis=-1)
+    largest = jnp.max(stage_seconds, axis=-1)
+    if math.isinf(p):
+        return largest
+    # Relative to the largest, so that no power leaves the range of float32.
+    ratio = stage_seconds / jnp.maximum(largest, 1e-30)[..., None]
+    return largest * jnp.sum(ratio**p, axis=-1) ** (1.0 / p)
+
+
+def fit_coefficients(stage_matrix: np.ndarray, seconds: np.ndarray, prior: np.ndarray = PRIOR, ridge: float = 0.3) -> np.ndarray:
+    """Coefficients that make the stages add up to what was measured: non-negative least squares of relative errors.
+
+    An error is relative to the geometric mean of measured and predicted, so that half and double count the same (relative to
+    the measured seconds alone, predicting nothing would cost no more than predicting double); the predicted half of that is
+    of the iteration before. The prior is scaled to the median of the measurements first; ``ridge`` measurements' worth of
+    weight then hold every coefficient near it, so that one measurement moves all of them and many determine each.
+
+    Args:
+      stage_matrix: [M, S] seconds, before coefficients.
+      seconds: [M] measured, positive.
+      prior: [S] positive.
+
+    Returns:
+      float32 [S], none negative. The prior where nothing was measured.
+    """
+    if len(seconds) == 0:
+        return np.asarray(prior, np.float32)
+    matrix, measured = np.asarray(stage_matrix, np.float64), np.asarray(seconds, np.float64)
+    scaled = np.asarray(prior, np.float64) * np.median(measured / (matrix @ np.asarray(prior, np.float64)))
+    terms = matrix * scaled  # [M, S] seconds by the scaled prior; what is solved for are factors near 1
+    held = math.sqrt(ridge) * np.eye(len(scaled))
+    factors = np.ones(len(scaled))
+    for _ in range(_FIT_ITERATIONS):
+        unit = np.sqrt(measured * (terms @ factors))
+        rows, wanted = np.concatenate([terms / unit[:, None], held]), np.concatenate([measured / unit, np.diag(held)])
+        factors, _ = nnls(rows, wanted)
+    return (factors * scaled).astype(np.float32)
+
+
+def parameter_count(w: Workload) -> Value:
+    """Parameters of the three networks."""
+    return w.represent_params + w.dynamics_params + w.predict_params
+
+
+def replay_resident_bytes(w: Workload) -> Value:
+    """The ring: observations, policy targets, scalars and priorities."""
+    return w.capacity * (w.observation_bytes + 4.0 * w.num_actions + 20.0)
+
+
+def tree_resident_bytes(w: Workload) -> Value:
+    """The trees of the largest batch of roots searched at once: self-play's or reanalysis's."""
+    roots = jnp.maximum(w.num_envs / w.search_split, w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0))
+    return roots * (w.num_simulations + 1.0) * (w.hidden_size * w.embedding_bits / 8.0 + 24.0 * w.num_actions)
+
+
+def learner_resident_bytes(w: Workload) -> Value:
+    """Activations kept for the gradient of a batch."""
+    layers = w.represent_layers + w.unroll_steps * (w.dynamics_layers + w.predict_layers)
+    return 4.0 * w.batch_size * (layers * w.hidden_size + (2.0 * w.unroll_steps + 1.0) * w.num_bins)
+
+
+def resident_bytes(workload: Workload) -> jax.Array:
+    """Bytes a training program holds on its devices, [...] float32, without those of the process itself.
+
+    Ring, trees, activations, and parameters six times: online, target, two moments, gradient, update.
+    """
+    parts = replay_resident_bytes(workload) + tree_resident_bytes(workload) + learner_resident_bytes(workload)
+    return jnp.asarray(parts + 6.0 * 4.0 * parameter_count(workload), jnp.float32)

@@ -1,0 +1,93 @@
+"""Corrects predictions by what was measured on this machine: the newest baseline counts most.
+
+Machines drift: neighbours come and go, clocks change. Everything here is an offset found from differences between
+measured and predicted; nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from predictor.analytic import Value
+from predictor.schema import Measurement, Outcome
+
+_HALF_LIFE = 4.0  # measurements after which an older one counts half
+
+
+class Offsets(NamedTuple):
+    """What is added to estimates; float32 [] each."""
+
+    log_seconds: Value
+    log_compile: Value
+    log_warmup: Value
+    log_cpu: Value
+    process_bytes: Value  # of the process itself, beside what the workload holds
+    feasible_bytes: Value  # a larger peak has run out of memory before
+
+
+PRIOR_OFFSETS = Offsets(
+    log_seconds=np.float32(0.0),
+    log_compile=np.float32(0.0),
+    log_warmup=np.float32(0.0),
+    log_cpu=np.float32(0.0),
+    process_bytes=np.float32(0.9e9),
+    feasible_bytes=np.float32(np.inf),
+)
+
+# The figure of a measurement that each offset corrects the logarithm of; estimates are keyed by the offset.
+_FIGURES = {
+    "log_seconds": "seconds_per_env_step",
+    "log_compile": "compile_seconds",
+    "log_warmup": "warmup_seconds",
+    "log_cpu": "cpu_use",
+}
+
+
+def weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
+    """The value at which half of the weight is reached, in between where it is reached exactly; [n] each, n at least 1."""
+    order = np.argsort(values, kind="stable")
+    ordered, reached = np.asarray(values)[order], np.cumsum(np.asarray(weights)[order])
+    half = reached[-1] / 2.0
+    low = int(np.searchsorted(reached, half * (1.0 - 1e-9)))
+    high = min(int(np.searchsorted(reached, half * (1.0 + 1e-9), side="right")), len(ordered) - 1)
+    return float((ordered[low] + ordered[high]) / 2.0)
+
+
+def recent_median(values: Sequence[float], fallback: float) -> float:
+    """The median of values from oldest to newest, each counting less the older it is; ``fallback`` where there are none."""
+    if not values:
+        return fallback
+    age = np.arange(len(values))[::-1]
+    return weighted_median(np.array(values), 0.5 ** (age / _HALF_LIFE))
+
+
+def fit_offsets(measurements: Sequence[Measurement], estimates: Mapping[str, np.ndarray], before: Offsets) -> Offsets:
+    """Offsets for the machine of the newest measurement.
+
+    Args:
+      measurements: [M], oldest first; those of other kinds of machine are left out.
+      estimates: without offsets, [M] each: ``log_seconds``, ``log_compile``, ``log_warmup``, ``log_cpu``, ``resident_bytes``.
+      before: kept where nothing was measured.
+    """
+    here = [i for i, m in enumerate(measurements) if m.hardware.id == measurements[-1].hardware.id]
+
+    def log_offset(name: str) -> np.float32:
+        figures = [(getattr(measurements[i], _FIGURES[name]), estimates[name][i]) for i in here]
+        differences = [float(np.log(figure) - estimate) for figure, estimate in figures if figure]
+        return np.float32(recent_median(differences, float(getattr(before, name))))
+
+    resident = estimates["resident_bytes"]
+    beside = [measurements[i].peak_bytes - float(resident[i]) for i in here if measurements[i].peak_bytes]  # type: ignore[operator]
+    process_bytes = max(recent_median(beside, float(before.process_bytes)), 0.0)
+
+    def peaks(outcome: Outcome) -> list[float]:
+        return [process_bytes + float(resident[i]) for i in here if measurements[i].outcome is outcome]
+
+    failed, fine = peaks(Outcome.OUT_OF_MEMORY), peaks(Outcome.OK)
+    # A hair below the smallest that failed, unless a larger one did not: then memory was short for another reason.
+    feasible = max([min(failed) * (1.0 - 1e-5), *fine]) if failed else float(before.feasible_bytes)
+    logs = {name: log_offset(name) for name in _FIGURES}
+    return Offsets(**logs, process_bytes=np.float32(process_bytes), feasible_bytes=np.float32(feasible))

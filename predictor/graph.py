@@ -1,0 +1,214 @@
+"""The training program as a typed graph: components are nodes, what passes between them is edges.
+
+Every candidate has the same topology, so that thousands of graphs are built by arithmetic on arrays inside ``jax.jit``. Each
+type's features have columns of their own, with a 1 beside them for its bias, and zeros everywhere else: one product with one
+matrix is then a projection of its own for every type. Graphs are jraph's (Godwin et al., github.com/google-deepmind/jraph).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import jraph
+import numpy as np
+
+from predictor import analytic
+from predictor.analytic import STAGES, Rates, Value
+from predictor.schema import Workload
+
+NODE_TYPES = (
+    "environment",
+    "selfplay_worker",
+    "network",
+    "replay_buffer",
+    "training_loop",
+    "reanalyze_worker",
+    "hardware",
+)
+# Name and type of each node.
+NODES = (
+    ("environment", "environment"),
+    ("selfplay_worker", "selfplay_worker"),
+    ("representation", "network"),
+    ("dynamics", "network"),
+    ("prediction", "network"),
+    ("replay_buffer", "replay_buffer"),
+    ("training_loop", "training_loop"),
+    ("reanalyze_worker", "reanalyze_worker"),
+    ("hardware", "hardware"),
+)
+# Type of interaction, and whether the sender waits until the receiver is done.
+EDGE_TYPES = {
+    "observe": True,
+    "act": True,
+    "store": False,
+    "search": True,
+    "answer": True,
+    "sample": True,
+    "prioritize": False,
+    "learn": True,
+    "differentiate": True,
+    "reread": True,
+    "refresh": True,
+    "host": False,
+}
+_NETWORKS = ("representation", "dynamics", "prediction")
+# (sender, receiver, type), in the order of the features that _edge_quantities makes.
+EDGES = (
+    ("environment", "selfplay_worker", "observe"),
+    ("selfplay_worker", "environment", "act"),
+    ("selfplay_worker", "replay_buffer", "store"),
+    *(("selfplay_worker", network, "search") for network in _NETWORKS),
+    *((network, "selfplay_worker", "answer") for network in _NETWORKS),
+    ("replay_buffer", "training_loop", "sample"),
+    ("training_loop", "replay_buffer", "prioritize"),
+    *(("training_loop", network, "learn") for network in _NETWORKS),
+    *((network, "training_loop", "differentiate") for network in _NETWORKS),
+    ("replay_buffer", "reanalyze_worker", "reread"),
+    ("reanalyze_worker", "training_loop", "refresh"),
+    *(("reanalyze_worker", network, "search") for network in _NETWORKS),
+    *((network, "reanalyze_worker", "answer") for network in _NETWORKS),
+    *(("hardware", name, "host") for name, _ in NODES[:-1]),
+)
+NODE_WIDTH, EDGE_WIDTH = 10, 4  # features of a type, padded with zeros
+
+_NAMES = [name for name, _ in NODES]
+_SENDERS = np.array([_NAMES.index(sender) for sender, _, _ in EDGES], np.int32)
+_RECEIVERS = np.array([_NAMES.index(receiver) for _, receiver, _ in EDGES], np.int32)
+_NODE_TYPE = np.array([NODE_TYPES.index(kind) for _, kind in NODES])
+_EDGE_TYPE = np.array([list(EDGE_TYPES).index(kind) for _, _, kind in EDGES])
+
+
+def make_graph(workload: Workload, hardware: Rates, stage_seconds: jax.Array) -> jraph.GraphsTuple:
+    """One graph a candidate, batched as jraph batches: the nodes of the first, then of the second.
+
+    Args:
+      workload: fields [] (one graph) or [C].
+      hardware: fields [] or [C].
+      stage_seconds: [..., S] of :func:`predictor.analytic.stages`.
+
+    Returns:
+      ``nodes`` float32 [9 C, 7 * (NODE_WIDTH + 1)] and ``edges`` [33 C, 12 * (EDGE_WIDTH + 1)], both raw: logarithms of
+      quantities, not standardised. No globals.
+    """
+    shape = stage_seconds.shape[:-1]
+    count = shape[0] if shape else 1
+    nodes = _rows(_node_quantities(workload, hardware, stage_seconds), NODE_WIDTH, shape)
+    edges = _rows(_edge_quantities(workload), EDGE_WIDTH, shape)
+    first = np.arange(count, dtype=np.int32) * len(NODES)
+    return jraph.GraphsTuple(
+        nodes=_own_columns(nodes, _NODE_TYPE, len(NODE_TYPES)),
+        edges=_own_columns(edges, _EDGE_TYPE, len(EDGE_TYPES)),
+        senders=(_SENDERS + first[:, None]).reshape(-1),
+        receivers=(_RECEIVERS + first[:, None]).reshape(-1),
+        n_node=np.full(count, len(NODES), np.int32),
+        n_edge=np.full(count, len(EDGES), np.int32),
+        globals=None,
+    )
+
+
+def _rows(quantities: list[list[Value]], width: int, shape: tuple[int, ...]) -> jax.Array:
+    """[C, n, width] float32: logarithms of a list of quantities a row, none negative; rows are padded with zeros.
+
+    Less than 1e-6 is taken for that: quantities can be 0. A flag, once standardised, is a flag on any scale.
+    """
+    padded = [row + [1.0] * (width - len(row)) for row in quantities]
+    flat = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for row in padded for x in row]
+    # One logarithm of everything: a hundred small ones take seconds to compile.
+    return jnp.log(jnp.maximum(jnp.stack(flat, axis=-1), 1e-6)).reshape(-1, len(quantities), width)
+
+
+def _own_columns(features: jax.Array, kinds: np.ndarray, num_types: int) -> jax.Array:
+    """[C, n, F] and the type of each of n -> [C n, num_types (F + 1)]."""
+    biased = jnp.concatenate([features, jnp.ones((*features.shape[:2], 1), jnp.float32)], axis=-1)
+    own = np.eye(num_types, dtype=np.float32)[kinds]  # [n, types]
+    return (own[None, :, :, None] * biased[:, :, None, :]).reshape(features.shape[0] * features.shape[1], -1)
+
+
+def _node_quantities(w: Workload, hardware: Rates, stage_seconds: jax.Array) -> list[list[Value]]:
+    """Quantities of the rows of ``NODES``: sizes, flags, and the share each of its stages has of the whole."""
+    total = jnp.sum(stage_seconds, axis=-1)
+
+    def share(stage: str) -> jax.Array:
+        return stage_seconds[..., STAGES.index(stage)] / total + 1e-4  # less than that is nothing
+
+    def network(flops: Value, params: Value, layers: Value, outputs: Value) -> list[Value]:
+        return [flops, params, layers, w.hidden_size, outputs, w.compute_bits / 16.0]
+
+    refreshed = w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0)
+    acting = [share(name) for name in STAGES if name.startswith(("acting", "tree"))]
+    learning = [share(name) for name in ("learner_flops", "learner_bytes", "learner_operations", "optimizer_bytes", "dispatch")]
+    return [
+        [w.observation_bytes, w.num_actions, w.num_players, share("environment")],
+        [w.num_envs / w.search_split, w.num_simulations, w.puct, w.search_split, w.search_engine + 1.0, *acting],
+        network(w.represent_flops, w.represent_params, w.represent_layers, w.hidden_size),
+        network(w.dynamics_flops, w.dynamics_params, w.dynamics_layers, w.hidden_size + w.num_bins),
+        network(w.predict_flops, w.predict_params, w.predict_layers, w.num_actions + w.num_bins),
+        [w.capacity, w.capacity / w.num_envs, w.prioritized, w.replay_on_host, share("replay_bytes")],
+        [w.batch_size, w.unroll_steps, w.td_steps, w.replay_ratio, w.loop_count, *learning],
+        [refreshed, w.reanalyze_fraction, share("reanalysis")],
+        [
+            w.cores,
+            w.num_devices,
+            analytic.matmul_rate(w, hardware) * hardware.operation_seconds,  # work that one small operation is worth
+            hardware.copy_bytes_per_second * hardware.operation_seconds,
+            hardware.dispatch_seconds / hardware.operation_seconds,
+            total * 1e6,  # microseconds
+        ],
+    ]
+
+
+def _edge_quantities(w: Workload) -> list[list[Value]]:
+    """Quantities of the rows of ``EDGES``: bytes a step, rows a call, calls a step, whether the sender waits."""
+    positions = w.unroll_steps + 1.0
+    updates = w.replay_ratio / w.batch_size
+    hidden, outputs = w.hidden_size * w.embedding_bits / 8.0, 4.0 * (w.num_actions + 1.0)
+    sequence = (positions + 1.0) * w.observation_bytes + 20.0 * (w.unroll_steps + w.td_steps) + 4.0 * positions * w.num_actions
+    root_calls = w.search_split / w.num_envs
+    root_rows = w.num_envs / w.search_split
+    refreshed = w.reanalyze_fraction * w.batch_size * positions  # roots an update
+    refreshing = updates * jnp.minimum(refreshed, 1.0)
+
+    def search(rows: Value, calls: Value) -> tuple[list[list[Value]], list[list[Value]]]:
+        """Requests to representation, dynamics and prediction, and their answers."""
+        times = (1.0, w.num_simulations, w.num_simulations + 1.0)
+        sent, back = (w.observation_bytes, hidden, hidden), (hidden, hidden + 4.0, outputs)
+        roots = rows * calls  # a step
+        return (
+            [[roots * n * size, rows, calls * n] for n, size in zip(times, sent, strict=True)],
+            [[roots * n * size, rows, calls * n] for n, size in zip(times, back, strict=True)],
+        )
+
+    def learn(sizes: tuple[Value, Value, Value]) -> list[list[Value]]:
+        times, rows = (1.0, w.unroll_steps, 1.0), (w.batch_size, w.batch_size, w.batch_size * positions)
+        return [[updates * n * r * size, r, updates * n] for n, r, size in zip(times, rows, sizes, strict=True)]
+
+    selfplay_sent, selfplay_back = search(root_rows, root_calls)
+    refresh_sent, refresh_back = search(refreshed, refreshing)
+    networks = (w.represent_params, w.dynamics_params, w.predict_params)
+    resident = (
+        w.num_envs * w.observation_bytes,
+        analytic.tree_resident_bytes(w),
+        *(4.0 * params for params in networks),
+        analytic.replay_resident_bytes(w),
+        analytic.learner_resident_bytes(w),
+        refreshed * hidden,
+    )
+    rows: list[list[Value]] = [
+        [w.observation_bytes, w.num_envs, 1.0 / w.num_envs],
+        [4.0, w.num_envs, 1.0 / w.num_envs],
+        [w.observation_bytes + 4.0 * w.num_actions + 20.0, w.num_envs, 1.0 / w.num_envs],
+        *selfplay_sent,
+        *selfplay_back,
+        [w.replay_ratio * sequence, w.batch_size, updates],
+        [w.replay_ratio * 4.0, w.batch_size, updates],
+        *learn((w.observation_bytes, 4.0 * w.hidden_size, 4.0 * w.hidden_size)),
+        *learn((4.0 * w.hidden_size, 4.0 * (w.hidden_size + w.num_bins), 4.0 * (w.num_bins + w.num_actions))),
+        [refreshing * refreshed * w.observation_bytes, refreshed, refreshing],
+        [refreshing * refreshed * 4.0 * w.num_actions, refreshed, refreshing],
+        *refresh_sent,
+        *refresh_back,
+        *([held, w.num_devices, updates / w.loop_count] for held in resident),
+    ]
+    blocking = [float(EDGE_TYPES[kind]) for _, _, kind in EDGES]
+    return [[*row, flag] for row, flag in zip(rows, blocking, strict=True)]

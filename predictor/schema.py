@@ -1,0 +1,187 @@
+"""What is predicted from, and what comes back: plain data that any trainer can fill in.
+
+Nothing here knows muzerox. A :class:`Workload` is a training configuration in numbers, a :class:`Hardware` is a machine in
+measured rates, a :class:`Measurement` is what one run of a workload cost, a :class:`Prediction` what it is expected to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+class Outcome(enum.StrEnum):
+    """How a measured run ended. One that failed is kept: it teaches what is feasible."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "out_of_memory"
+    TIMEOUT = "timeout"
+    NONFINITE = "nonfinite"
+    CRASHED = "crashed"
+
+
+class SchemaError(ValueError):
+    """A record that cannot be read; ``str(error)`` is one line."""
+
+
+class _Record:
+    """Plain dictionaries to and from a frozen dataclass, every field checked."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> typing.Self:
+        """The inverse of :meth:`to_dict`. Raises SchemaError on missing or unknown fields and wrong types."""
+        hints = typing.get_type_hints(cls)
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        missing = [
+            name
+            for name, f in fields.items()
+            if name not in tree and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ]
+        unknown = sorted(set(tree) - set(fields))
+        if missing or unknown:
+            what = f"lacks {missing[0]}" if missing else f"has no field {unknown[0]}"
+            raise SchemaError(f"{cls.__name__}: {what}")
+        return cls(**{name: _read(f"{cls.__name__}.{name}", value, hints[name]) for name, value in tree.items()})
+
+
+def _read(path: str, value: Any, kind: Any) -> Any:
+    """``value`` as the annotated ``kind``; raises SchemaError."""
+    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for item in allowed:
+        origin = typing.get_origin(item) or item
+        if origin is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        if origin is tuple and isinstance(value, list | tuple):
+            inner = typing.get_args(item)[0]
+            return tuple(_read(path, x, inner) for x in value)
+        if issubclass(origin, enum.Enum) and value in list(origin):
+            return origin(value)
+        if dataclasses.is_dataclass(origin) and isinstance(value, Mapping):
+            return origin.from_dict(value)  # type: ignore[union-attr]
+        plain = origin not in (float, tuple) and not issubclass(origin, enum.Enum)
+        if plain and isinstance(value, origin) and (origin is bool or not isinstance(value, bool)):
+            return value
+    raise SchemaError(f"{path} = {value!r:.100}: must be {kind}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware(_Record):
+    """A machine in measured rates. They are of the default device, with every core this process may use."""
+
+    cpu: str  # model name
+    cores: int  # cores this process may run on
+    memory_bytes: int  # of the host
+    platform: str  # cpu, gpu or tpu
+    device: str  # kind of the default device
+    devices: int
+    device_memory_bytes: int  # of one device; the host's on cpu
+    float32_flops: float  # of a large matrix product, operations a second (a multiplication and an addition are two)
+    bfloat16_flops: float
+    copy_bytes_per_second: float  # read and written, of an array larger than the caches
+    dispatch_seconds: float  # calling a compiled program that does nothing, and waiting for it
+    operation_seconds: float  # one small operation inside a compiled loop
+    one_core_flops: float  # float32, with one core (cpu); float32_flops elsewhere
+
+    @property
+    def id(self) -> str:
+        """Twelve hexadecimal digits for the kind of machine; rates, which are noisy, do not count."""
+        kind = [self.cpu, self.cores, round(self.memory_bytes / 2**30), self.platform, self.device, self.devices]
+        return hashlib.sha256(json.dumps(kind).encode()).hexdigest()[:12]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload(_Record):
+    """A training configuration in numbers.
+
+    A pytree: each field is one number, or a float32 array [C] with one entry a candidate. ``flops`` count a multiplication
+    and an addition as two operations, for one row, forward.
+    """
+
+    # environment
+    observation_bytes: float
+    num_actions: float
+    num_players: float
+    num_envs: float
+    # networks: operations a row, parameters, and layers that run one after the other
+    represent_flops: float
+    dynamics_flops: float
+    predict_flops: float
+    represent_params: float
+    dynamics_params: float
+    predict_params: float
+    represent_layers: float
+    dynamics_layers: float
+    predict_layers: float
+    hidden_size: float  # elements of a hidden state
+    num_bins: float
+    # self-play
+    num_simulations: float
+    puct: float  # 1 for MuZero's PUCT search, 0 for Gumbel
+    search_split: float  # parts a batch of roots is searched in, one after the other
+    search_engine: float  # index of the engine
+    # replay
+    capacity: float  # transitions
+    replay_ratio: float  # sequences an environment step
+    prioritized: float  # 1 or 0
+    replay_on_host: float  # 1 or 0
+    # training loop
+    batch_size: float
+    unroll_steps: float
+    td_steps: float
+    reanalyze_fraction: float
+    loop_count: float  # updates a dispatch
+    # hardware it runs on
+    compute_bits: float  # of matrix products
+    embedding_bits: float  # of hidden states in a tree
+    cores: float
+    num_devices: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction(_Record):
+    """What a workload is expected to cost. Every key is one of :class:`Measurement`."""
+
+    outcome: Outcome
+    seconds_per_env_step: float  # steady state, per transition summed over environments, learning and reanalysis included
+    env_steps_per_second: float
+    updates_per_second: float
+    compile_seconds: float
+    warmup_seconds: float  # from a compiled program to a steady state
+    peak_bytes: float  # resident memory of the process, with the copy of its state that saving takes
+    cpu_use: float  # cores busy on average
+    device_peak_bytes: float | None = None  # of an accelerator; absent where the device is the host
+    error: str | None = None  # one line, where the outcome is not ok
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement(_Record):
+    """What one run of a workload cost. Figures are absent where it did not get as far."""
+
+    hardware: Hardware
+    workload: Workload
+    outcome: Outcome
+    error: str | None = None  # one line, where the outcome is not ok
+    seconds_per_env_step: float | None = None  # median of repeats
+    env_steps_per_second: float | None = None
+    updates_per_second: float | None = None
+    compile_seconds: float | None = None
+    warmup_seconds: float | None = None
+    peak_bytes: float | None = None  # resident memory of the process, with the copy of its state that saving takes
+    device_peak_bytes: float | None = None  # where the device tells
+    cpu_use: float | None = None  # cores busy on average, in the steady state
+    repeats: tuple[float, ...] = ()  # seconds an environment step of each repeat
+    wall_seconds: float = 0.0  # of the whole measurement, process start included

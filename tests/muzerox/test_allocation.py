@@ -1,0 +1,131 @@
+"""An allocation is really applied, and one beyond the machine is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from muzerox import allocation
+from muzerox.config import AllocationConfig
+from muzerox.errors import ConfigError
+
+CORES = len(allocation.available_cores())
+
+
+def affinities() -> set[frozenset[int]]:
+    """The cores of every thread of this process."""
+    return {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+
+
+def test_every_thread_keeps_to_the_cores_and_gets_them_back() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        before = allocation.available_cores()
+        with allocation.applied(AllocationConfig(cores=1)):
+            assert affinities() == {frozenset(before[:1])}
+        assert affinities() == {frozenset(before)}
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_nothing_is_limited_without_an_allocation() -> None:
+    before = affinities()
+    with allocation.applied(AllocationConfig()):
+        assert affinities() == before
+
+
+MEMORY = """
+import time
+from muzerox import allocation
+from muzerox.config import AllocationConfig
+import jax, jax.numpy as jnp
+with allocation.applied(AllocationConfig(memory_gib=1.0)):
+    jax.block_until_ready(jnp.ones(2**20))
+print("within", flush=True)
+beyond = jax.block_until_ready(jnp.ones(2**29))  # 2 GiB, not limited any more
+time.sleep(0.5)
+print("not limited", flush=True)
+with allocation.applied(AllocationConfig(memory_gib=1.0)):
+    time.sleep(60)
+print("never")
+"""
+
+
+def test_a_process_beyond_its_memory_ends_with_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["within", "not limited"]
+    assert done.stderr.startswith("out of memory: the process holds 2.")
+    assert done.stderr.endswith("its allocation is 1.00 (allocation.memory_gib)\n")
+    assert len(done.stderr.splitlines()) == 1
+
+
+DEVICE = """
+import os
+from muzerox import allocation
+from muzerox.config import AllocationConfig
+import jax
+with allocation.applied(AllocationConfig(device_memory=0.25)):
+    print(os.environ["XLA_CLIENT_MEM_FRACTION"], jax.device_count())
+with allocation.applied(AllocationConfig(device_memory=0.25)):
+    print("the same again")
+try:
+    with allocation.applied(AllocationConfig(device_memory=0.5)):
+        print("never")
+except ValueError as error:
+    print("JAX has already started" in str(error))
+"""
+
+
+def test_a_share_of_the_accelerator_is_taken_before_jax_starts_or_refused() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-c", DEVICE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    assert done.stdout.splitlines() == ["0.25 1", "the same again", "True"]
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [({"cores": CORES + 1}, "allocation.cores"), ({"memory_gib": 1e6}, "allocation.memory_gib")],
+)
+def test_more_than_the_machine_has_is_refused(given: dict[str, float], path: str) -> None:
+    with pytest.raises(ConfigError, match="nearest valid") as caught, allocation.applied(AllocationConfig(**given)):
+        pass
+    assert caught.value.path == path
+
+
+def test_a_training_that_needs_more_than_its_memory_says_so_in_one_line(tmp_path: Path, tiny_options: list[str]) -> None:
+    # Enough to start Python and JAX, too little for a replay of 1.5 GiB.
+    command = [sys.executable, "-m", "muzerox", "train", *tiny_options, "--out", str(tmp_path / "run")]
+    command += ["--set", "allocation.memory_gib=1.0", "--set", "replay.capacity=40000000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "out of memory" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_training_runs_on_its_cores(tmp_path: Path, tiny_options: list[str]) -> None:
+    code = (
+        "import sys, os, json, muzerox; from muzerox import training\n"
+        "seen = []\n"
+        "go = training._Session.go\n"
+        "def spy(self, **options):\n"
+        "    seen.append(len(os.sched_getaffinity(0)))\n"
+        "    return go(self, **options)\n"
+        "training._Session.go = spy\n"
+        "from muzerox.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print(json.dumps([code, seen, len(os.sched_getaffinity(0))]), file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", code, "train", *tiny_options, "--out", str(tmp_path / "run"), "--json"]
+    done = subprocess.run([*command, "--set", "allocation.cores=1"], capture_output=True, text=True, timeout=300, check=False)
+    assert json.loads(done.stderr.splitlines()[-1]) == [0, [1], CORES]

@@ -1,0 +1,162 @@
+"""Stages against arithmetic by hand, what must grow with what, and the coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+
+from predictor import STAGES, Hardware, Workload, hardware_rates, resident_bytes, stack, stages
+from predictor.analytic import PRIOR, combine, fit_coefficients, matmul_rate
+
+Make = Callable[..., Workload]
+
+
+def seconds(workload: Workload, hardware: Hardware) -> dict[str, float]:
+    values = np.asarray(stages(workload, hardware_rates(hardware)))
+    assert values.dtype == np.float32
+    return dict(zip(STAGES, values.tolist(), strict=True))
+
+
+def test_stages_equal_a_count_by_hand(make_workload: Make, hardware: Hardware) -> None:
+    w = make_workload(search_split=2.0, reanalyze_fraction=0.25, replay_on_host=1.0, compute_bits=16.0, puct=1.0)
+    # 2 of 4 cores: a third of the way from one core's rate to all cores'.
+    flops = (1e11 + (4e11 - 1e11) / 3) * 3e11 / 4e11
+    copy, operation = 5e10, 3e-7
+    elements = {"represent": 3 * 64, "dynamics": 4 * 64, "predict": 4 * 64}
+    search_flops = 2.5 * (17_000 + 19_000 + 16 * (27_000 + 19_000))
+    search_activations = 4 * 36 * 17 * (elements["dynamics"] + elements["predict"] + 2 * 21 + 2)
+    search_statistics = 4 * 16 * ((80 + 480) * 17 * 2 + 64)
+    network_operations = 3 * (3 + 4 + 16 * (4 + 4))
+    tree_operations = 16 * (16 + 8 * np.log2(17))
+    updates = 4 / 256
+    expected = {
+        "acting_flops": search_flops / flops,
+        "acting_bytes": search_activations / copy,
+        "acting_operations": 2 / 64 * network_operations * operation,
+        "tree_operations": 2 / 64 * tree_operations * operation,
+        "tree_bytes": search_statistics / copy,
+        "learner_flops": 4 * (3 * (17_000 + 3 * 27_000 + 4 * 19_000) + 4 * (17_000 + 19_000)) / flops,
+        "learner_bytes": 4
+        * 4
+        * 2
+        * 36
+        * (elements["represent"] + 3 * elements["dynamics"] + 4 * elements["predict"] + (3 + 4) * 21)
+        / copy,
+        "learner_operations": updates * (3 * (3 * (3 + 3 * 4 + 4) + 3 + 4) + 400) * operation,
+        "optimizer_bytes": updates * 4 * 16 * 33_000 / copy,
+        "replay_bytes": (16 + 4 * 2 + 20 + 4 * 2 * (5 * 16 + 43 * 20 + 4 * 2 * 4) + updates * 4 * 12 * (131_072 / 64 + 256 * 64))
+        / copy,
+        "reanalysis": 0.25 * 4 * 4 * (search_flops / flops + (search_activations + search_statistics) / copy)
+        + updates * (network_operations + tree_operations) * operation,
+        "environment": 250 * operation / 64 + 4 * 16 / copy,
+        "dispatch": updates / 32 * 1e-5,
+    }
+    assert seconds(w, hardware) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "low", "high", "sign"),
+    [
+        ("num_simulations", 8, 64, 1),
+        ("num_actions", 2, 18, 1),
+        ("dynamics_flops", 1e4, 1e6, 1),
+        ("num_bins", 21, 601, 1),
+        ("replay_ratio", 1, 8, 1),
+        ("unroll_steps", 1, 5, 1),
+        ("reanalyze_fraction", 0, 0.5, 1),
+        ("puct", 0, 1, 1),
+        ("search_split", 1, 8, 1),
+        ("capacity", 1e5, 1e7, 1),
+        ("loop_count", 1, 64, -1),
+        ("cores", 1, 4, -1),
+        ("num_devices", 1, 4, -1),
+    ],
+)
+def test_cost_is_monotone(make_workload: Make, hardware: Hardware, field: str, low: float, high: float, sign: int) -> None:
+    rates = hardware_rates(hardware)
+    values = np.linspace(low, high, 9)
+    batch = stack([make_workload(**{field: float(v)}) for v in values])
+    total = np.asarray(combine(stages(batch, rates)), np.float64)
+    assert np.all(sign * np.diff(total) >= 0)
+    assert sign * (total[-1] - total[0]) > 0
+
+
+def test_a_batch_is_its_workloads_one_by_one(family: Callable[[int, int], list[Workload]], hardware: Hardware) -> None:
+    rates = hardware_rates(hardware)
+    workloads = family(0, 5)
+    batched = jax.jit(stages)(stack(workloads), rates)
+    assert batched.shape == (5, len(STAGES))
+    singles = np.stack([np.asarray(jax.jit(stages)(w, rates)) for w in workloads])
+    np.testing.assert_allclose(np.asarray(batched), singles, rtol=1e-6)
+    memory = np.stack([np.asarray(resident_bytes(w)) for w in workloads])
+    np.testing.assert_allclose(np.asarray(resident_bytes(stack(workloads))), memory, rtol=1e-6)
+
+
+def test_a_convolution_gathers_the_neighbours_of_every_cell(make_workload: Make, hardware: Hardware) -> None:
+    cells, channels = 42, 16
+    params = 9.0 * channels**2
+    grid = {"hidden_size": float(cells * channels), "num_bins": 1.0, "num_actions": 1.0, "num_simulations": 1.0}
+    flops = {f"{name}_flops": 2 * params * cells for name in ("represent", "dynamics", "predict")}
+    w = make_workload(**grid, **flops, represent_params=params, dynamics_params=params, predict_params=params)
+    assert seconds(w, hardware)["acting_bytes"] == pytest.approx(4 * 36 * 2 * ((4 + 4) * 3 * cells * channels + 3) / 5e10)
+
+
+def test_matmul_rate_of_one_core_all_cores_and_16_bits(make_workload: Make, hardware: Hardware) -> None:
+    rates = hardware_rates(hardware)
+    assert float(matmul_rate(make_workload(cores=1.0), rates)) == pytest.approx(1e11)
+    assert float(matmul_rate(make_workload(cores=4.0), rates)) == pytest.approx(4e11)
+    assert float(matmul_rate(make_workload(cores=4.0, compute_bits=16.0), rates)) == pytest.approx(3e11)
+
+
+def test_resident_bytes_by_hand(make_workload: Make) -> None:
+    w = make_workload(capacity=1e6, observation_bytes=400.0)
+    ring = 1e6 * (400 + 8 + 20)
+    tree = 64 * 17 * (64 * 4 + 48)
+    batch = 4 * 256 * ((3 + 3 * 8) * 64 + 7 * 21)
+    assert float(resident_bytes(w)) == pytest.approx(ring + tree + batch + 24 * 33_000, rel=1e-6)
+
+
+def test_combine_goes_from_sum_to_maximum() -> None:
+    values = np.array([[3e-6, 4e-6], [1e-9, 5e-3]], np.float32)
+    np.testing.assert_allclose(combine(values), values.sum(1), rtol=1e-6)
+    np.testing.assert_allclose(combine(values, 2.0), [5e-6, 5e-3], rtol=1e-5)
+    np.testing.assert_allclose(combine(values, float("inf")), [4e-6, 5e-3])
+    np.testing.assert_allclose(combine(values, 64.0), [4e-6, 5e-3], rtol=1e-4)
+
+
+def matrix(family: Callable[[int, int], list[Workload]], hardware: Hardware, count: int) -> np.ndarray:
+    return np.asarray(stages(stack(family(1, count)), hardware_rates(hardware)))
+
+
+def test_many_measurements_determine_the_coefficients(family: Callable[[int, int], list[Workload]], hardware: Hardware) -> None:
+    rows = matrix(family, hardware, 400)
+    true = np.random.default_rng(0).uniform(0.3, 3.0, len(STAGES))
+    found = fit_coefficients(rows, rows @ true, ridge=1e-9)
+    big = (rows * true / (rows @ true)[:, None]).mean(0) > 0.01
+    np.testing.assert_allclose(found[big], true[big], rtol=0.02)
+    # The default ridge gives way to as many.
+    np.testing.assert_allclose(rows @ fit_coefficients(rows, rows @ true), rows @ true, rtol=0.1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_few_measurements_scale_the_prior(family: Callable[[int, int], list[Workload]], hardware: Hardware, count: int) -> None:
+    rows = matrix(family, hardware, 60)
+    slower = rows @ (PRIOR * 7.0)
+    found = fit_coefficients(rows[:count], slower[:count])
+    np.testing.assert_allclose(found, PRIOR * 7.0, rtol=1e-3)
+    noisy = slower[:count] * np.random.default_rng(count).uniform(0.8, 1.25, count)
+    predicted = rows @ fit_coefficients(rows[:count], noisy)
+    assert np.all(np.abs(np.log(predicted / slower)) < np.log(2.0))
+
+
+def test_coefficients_are_never_negative_nor_lost(family: Callable[[int, int], list[Workload]], hardware: Hardware) -> None:
+    rows = matrix(family, hardware, 30)
+    rng = np.random.default_rng(3)
+    found = fit_coefficients(rows, rng.lognormal(-9, 2, 30))
+    assert np.all(found >= 0)
+    assert np.all(np.isfinite(found))
+    assert np.sum(found) > 0
+    np.testing.assert_array_equal(fit_coefficients(rows[:0], np.zeros(0)), PRIOR)

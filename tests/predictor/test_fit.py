@@ -1,0 +1,241 @@
+"""The residual network earns its place or is left out; refits do not compile; offsets; what is predicted; saving."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from predictor import (
+    ArtifactError,
+    Hardware,
+    Measurement,
+    Outcome,
+    RuntimePredictor,
+    Workload,
+    base_log_seconds,
+    hardware_rates,
+    log_seconds,
+    stack,
+    stages,
+)
+from predictor import fit as fitting
+from predictor.calibrate import recent_median, weighted_median
+
+Family = Callable[[int, int], list[Workload]]
+Measure = Callable[..., Measurement]
+NOISE = 0.05
+
+score, base_score, all_stages = jax.jit(log_seconds), jax.jit(base_log_seconds), jax.jit(stages)
+
+
+def true_seconds(workloads: list[Workload], hardware: Hardware, *, interacts: bool) -> np.ndarray:
+    """What the base can say exactly, times, where ``interacts``, what no sum of stages can: small rows with many of them."""
+    base = np.asarray(all_stages(stack(workloads), hardware_rates(hardware))).sum(-1).astype(np.float64) * 3.0
+    if not interacts:
+        return base
+    factor = [3.0 if w.num_envs < 64 and w.batch_size > 64 else 1.0 if w.puct else 0.6 for w in workloads]
+    return base * np.array(factor)
+
+
+def measured(workloads: list[Workload], seconds: np.ndarray, measure: Measure, seed: int) -> list[Measurement]:
+    noisy = seconds * np.exp(NOISE * np.random.default_rng(seed).normal(size=len(seconds)))
+    return [measure(w, float(s)) for w, s in zip(workloads, noisy, strict=True)]
+
+
+def held_out_errors(model: RuntimePredictor, workloads: list[Workload], seconds: np.ndarray, hardware: Hardware) -> tuple:
+    """Mean absolute log errors of base alone and of base with residual."""
+    batch = stack(workloads)
+    outputs = model.base_log_seconds(batch, hardware), model.log_seconds(batch, hardware)
+    return tuple(float(np.mean(np.abs(np.asarray(x) - np.log(seconds)))) for x in outputs)
+
+
+@pytest.fixture(scope="module")
+def fitted(family: Family, hardware: Hardware, measure: Measure) -> RuntimePredictor:
+    workloads = family(10, 48)
+    return RuntimePredictor().fit(measured(workloads, true_seconds(workloads, hardware, interacts=True), measure, 0))
+
+
+def test_the_residual_learns_what_the_base_cannot_say(fitted: RuntimePredictor, family: Family, hardware: Hardware) -> None:
+    test = family(11, 70)
+    base, whole = held_out_errors(fitted, test, true_seconds(test, hardware, interacts=True), hardware)
+    assert fitted.report is not None
+    assert fitted.report.measurements == 48
+    assert 0.0 < fitted.report.shrinkage <= 1.0
+    assert fitted.report.residual_log_error < fitted.report.base_log_error
+    assert whole < 0.75 * base
+
+
+@pytest.mark.parametrize("count", [8, 24, 48])
+def test_the_residual_does_no_harm_where_the_base_is_right(
+    family: Family, hardware: Hardware, measure: Measure, count: int
+) -> None:
+    workloads, test = family(12, count), family(13, 70)
+    seconds = true_seconds(workloads, hardware, interacts=False)
+    model = RuntimePredictor().fit(measured(workloads, seconds, measure, 1))
+    base, whole = held_out_errors(model, test, true_seconds(test, hardware, interacts=False), hardware)
+    assert base < 0.1
+    assert whole < base + 0.02
+
+
+def test_more_measurements_do_not_compile_again(fitted: RuntimePredictor, family: Family, measure: Measure) -> None:
+    scores = jax.jit(log_seconds)
+    batch = stack(family(14, 70))
+    assert fitted.params.shrinkage > 0
+    hardware = measure(family(14, 1)[0], 1.0).hardware
+    scores(fitted.params, batch, hardware_rates(hardware))
+    trainings, scorings = fitting._train._cache_size(), scores._cache_size()
+    workloads = family(15, 57)
+    refitted = RuntimePredictor().fit(measured(workloads, np.full(57, 1e-4), measure, 2))
+    scores(refitted.params, batch, hardware_rates(dataclasses.replace(hardware, operation_seconds=1e-6)))
+    assert (fitting._train._cache_size(), scores._cache_size()) == (trainings, scorings)
+
+
+def test_scores_do_not_depend_on_company(fitted: RuntimePredictor, family: Family, hardware: Hardware) -> None:
+    workloads = family(16, 70)  # more than a chunk, and no multiple of one
+    rates = hardware_rates(hardware)
+    together = np.asarray(score(fitted.params, stack(workloads), rates))
+    assert together.shape == (70,)
+    alone = [float(score(fitted.params, workloads[i], rates)) for i in (0, 63, 69)]
+    np.testing.assert_allclose(together[[0, 63, 69]], alone, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(fitted.predict(workloads[69], hardware).seconds_per_env_step, np.exp(alone[-1]), rtol=1e-3)
+
+
+def test_nothing_measured_is_the_prior(family: Family, hardware: Hardware, measure: Measure) -> None:
+    model = RuntimePredictor()
+    batch = stack(family(17, 70))
+    np.testing.assert_array_equal(model.log_seconds(batch, hardware), model.base_log_seconds(batch, hardware))
+    assert model.calibrate([]) is model
+    failed = measure(family(17, 1)[0], None, outcome=Outcome.CRASHED, error="died")
+    refit = model.fit([failed])
+    np.testing.assert_array_equal(refit.log_seconds(batch, hardware), model.log_seconds(batch, hardware))
+    assert refit.report is not None
+    assert math.isnan(refit.report.base_mape)
+
+
+def test_luck_is_not_skill() -> None:
+    rng = np.random.default_rng(0)
+    error, noise = rng.normal(size=16), rng.normal(size=16)
+    assert fitting.choose_shrinkage(error, np.zeros(16)) == 0.0
+    assert fitting.choose_shrinkage(error, -error) == 0.0
+    assert fitting.choose_shrinkage(error, error) == pytest.approx(1.0)
+    assert fitting.choose_shrinkage(error, 2.0 * error) == pytest.approx(0.5)
+    assert fitting.choose_shrinkage(error, 0.1 * noise) == 0.0
+
+
+def test_repeats_of_a_workload_are_held_out_together(family: Family, measure: Measure) -> None:
+    workloads = family(18, 6)
+    folds = fitting._folds([measure(workloads[i], 1.0) for i in (0, 1, 0, 2, 1, 0, 3, 4, 5)])
+    assert folds[0] == folds[2] == folds[5]
+    assert folds[1] == folds[4]
+    assert len(set(folds[[0, 1, 3, 6]])) == 4
+
+
+def test_medians_weigh_the_newest_most() -> None:
+    assert weighted_median(np.array([3.0, 1.0, 2.0]), np.ones(3)) == 2.0
+    assert weighted_median(np.array([1.0, 2.0]), np.ones(2)) == 1.5
+    assert weighted_median(np.array([5.0, 1.0, 1.0]), np.array([3.0, 1.0, 1.0])) == 5.0
+    assert recent_median([], 7.0) == 7.0
+    assert recent_median([1.0] * 10 + [2.0] * 6, 0.0) == 2.0
+    assert recent_median([2.0] * 6 + [1.0] * 10, 0.0) == 1.0
+
+
+def test_calibration_follows_the_newest_baselines(family: Family, hardware: Hardware, measure: Measure) -> None:
+    model = RuntimePredictor()
+    workloads = family(19, 6)
+    predictions = [model.predict(w, hardware) for w in workloads]
+    elsewhere = dataclasses.replace(hardware, cpu="another")
+    runs = [measure(w, 9.0, hardware=elsewhere) for w in workloads] + [
+        measure(
+            w,
+            p.seconds_per_env_step * 1.7,
+            compile_seconds=p.compile_seconds * 2.0,
+            warmup_seconds=p.warmup_seconds * 3.0,
+            peak_bytes=p.peak_bytes + 1e9,
+            cpu_use=p.cpu_use * 0.8,
+        )
+        for w, p in zip(workloads, predictions, strict=True)
+    ]
+    calibrated = model.calibrate(runs)
+    for w, before in zip(workloads, predictions, strict=True):
+        after = calibrated.predict(w, hardware)
+        assert after.seconds_per_env_step == pytest.approx(before.seconds_per_env_step * 1.7, rel=1e-4)
+        assert after.env_steps_per_second == pytest.approx(1.0 / after.seconds_per_env_step)
+        assert after.updates_per_second == pytest.approx(after.env_steps_per_second * w.replay_ratio / w.batch_size)
+        assert after.compile_seconds == pytest.approx(before.compile_seconds * 2.0, rel=1e-4)
+        assert after.warmup_seconds == pytest.approx(before.warmup_seconds * 3.0, rel=1e-4)
+        assert after.peak_bytes == pytest.approx(before.peak_bytes + 1e9, rel=1e-5)
+        assert after.cpu_use == pytest.approx(before.cpu_use * 0.8, rel=1e-4)
+    np.testing.assert_array_equal(calibrated.params.coefficients, model.params.coefficients)
+
+
+def test_what_does_not_fit_is_foretold(make_workload: Callable[..., Workload], hardware: Hardware, measure: Measure) -> None:
+    model = RuntimePredictor()
+    small, large = make_workload(), make_workload(capacity=1e9)
+    assert model.predict(small, hardware).outcome is Outcome.OK
+    assert model.predict(large, hardware).outcome is Outcome.OUT_OF_MEMORY
+    roomy = dataclasses.replace(hardware, memory_bytes=2**40)
+    assert model.predict(large, roomy).outcome is Outcome.OK
+    # Less than the machine has, and yet it failed: so will anything as large.
+    medium, near = make_workload(capacity=1e8), make_workload(capacity=8e7)
+    assert model.predict(medium, hardware).outcome is Outcome.OK
+    failure = measure(medium, None, outcome=Outcome.OUT_OF_MEMORY, error="killed")
+    taught = model.fit([measure(small, 1e-4), failure])
+    assert taught.predict(medium, hardware).outcome is Outcome.OUT_OF_MEMORY
+    assert taught.predict(near, hardware).outcome is Outcome.OK
+    gpu = dataclasses.replace(hardware, platform="gpu", device_memory_bytes=10**9)
+    assert model.predict(small, gpu).outcome is Outcome.OK
+    assert model.predict(medium, gpu).outcome is Outcome.OUT_OF_MEMORY
+
+
+def test_saved_and_loaded_bit_for_bit(fitted: RuntimePredictor, tmp_path: Path) -> None:
+    fitted.save(tmp_path / "model")
+    loaded = RuntimePredictor.load(tmp_path / "model")
+    assert loaded.report == fitted.report
+    pairs = zip(jax.tree.leaves(loaded.params), jax.tree.leaves(fitted.params), strict=True)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+    assert jax.tree.structure(loaded.params) == jax.tree.structure(fitted.params)
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["arrays.npz", "meta.json"]
+
+
+def test_a_damaged_predictor_is_one_line(tmp_path: Path) -> None:
+    def message() -> str:
+        with pytest.raises(ArtifactError) as error:
+            RuntimePredictor.load(tmp_path / "model")
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "No such file" in message()
+    RuntimePredictor().save(tmp_path / "model")
+    meta = tmp_path / "model" / "meta.json"
+    text = meta.read_text()
+    meta.write_text("{")
+    assert "not a saved predictor" in message()
+    meta.write_text(json.dumps({**json.loads(text), "stages": ["another"]}))
+    assert "another version" in message()
+    meta.write_text(text)
+    arrays = tmp_path / "model" / "arrays.npz"
+    whole = arrays.read_bytes()
+    arrays.write_bytes(whole[: len(whole) // 2])
+    assert "not a saved predictor" in message()
+    np.savez(arrays, other=np.zeros(3))
+    assert "missing or of another shape" in message()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="file"):
+        RuntimePredictor().save(tmp_path / "file")
+
+
+def test_the_base_is_part_of_the_whole(fitted: RuntimePredictor, family: Family, hardware: Hardware) -> None:
+    batch, rates = stack(family(20, 70)), hardware_rates(hardware)
+    off = fitted.params._replace(shrinkage=np.float32(0.0))
+    np.testing.assert_array_equal(score(off, batch, rates), base_score(fitted.params, batch, rates))
+    capped = fitted.params._replace(limit=np.float32(0.01))
+    difference = np.asarray(score(capped, batch, rates) - base_score(fitted.params, batch, rates))
+    assert np.all(np.abs(difference) <= 0.01 + 1e-5)
+    assert np.any(difference != 0.0)

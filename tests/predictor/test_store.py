@@ -1,0 +1,130 @@
+"""Nothing acknowledged is lost, nothing corrupt is read in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictor import Measurement, Outcome, SchemaError, Store, StoreError, Workload, by_environment, by_hardware, split
+
+ROWS = st.lists(
+    st.dictionaries(
+        st.text(max_size=8),
+        st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        max_size=4,
+    ),
+    max_size=8,
+)
+
+
+@given(ROWS, st.integers(0, 200))
+def test_rows_come_back_in_order_whatever_was_torn_off(rows: list[dict], cut: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(folder)
+        for row in rows:
+            store.append(row)
+        assert Store(folder).rows() == rows
+        for file in Path(folder).iterdir():
+            text = file.read_bytes()
+            kept = text[: max(len(text) - cut, 0)]
+            file.write_bytes(kept)
+            assert Store(folder).rows() == rows[: kept.count(b"\n")]
+        store.close()
+
+
+def test_two_writers_have_a_file_each(tmp_path: Path) -> None:
+    first, second = Store(tmp_path), Store(tmp_path)
+    for i in range(6):
+        (first, second)[i % 2].append({"i": i})
+    assert len(list(tmp_path.iterdir())) == 2
+    assert [row["i"] for row in first.rows()] == list(range(6))
+    first.close()
+    first.append({"i": 6})
+    assert len(list(tmp_path.iterdir())) == 3
+    assert [row["i"] for row in second.rows()] == list(range(7))
+    first.close()
+    second.close()
+
+
+def test_a_corrupt_line_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for i in range(3):
+        store.append({"i": i})
+    store.close()
+    (file,) = tmp_path.iterdir()
+    lines = file.read_bytes().split(b"\n")
+    for bad in (b"{", b"[]", b'{"time": 1}', b'{"time": "x", "row": {}}', b'{"time": 1, "row": 3}', b"\xff", b""):
+        file.write_bytes(b"\n".join([lines[0], bad, *lines[2:]]))
+        with pytest.raises(StoreError) as error:
+            store.rows()
+        assert f"{file}:2: not a row" in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "below"):
+        with pytest.raises(StoreError, match="file"):
+            Store(folder)
+    store = Store(tmp_path / "store")
+    for row in ({"x": float("nan")}, {"x": object()}, {("a", "b"): 1}):
+        with pytest.raises(StoreError, match="JSON cannot hold"):
+            store.append(row)
+    assert store.rows() == []
+    (tmp_path / "store").rmdir()
+    with pytest.raises(StoreError, match="No such file"):
+        store.append({})
+
+
+WRITER = """
+import sys
+from predictor import Store
+store = Store(sys.argv[1])
+for i in range(1_000_000):
+    store.append({"i": i, "filling": "x" * 5000})
+    print(i, flush=True)
+"""
+
+
+def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
+        assert writer.stdout is not None
+        acknowledged = [int(writer.stdout.readline()) for _ in range(50)]
+        writer.send_signal(signal.SIGKILL)
+        acknowledged += [int(line) for line in writer.stdout if line.endswith("\n")]
+    found = [row["i"] for row in Store(tmp_path).rows()]
+    assert found[: len(acknowledged)] == acknowledged == list(range(len(acknowledged)))
+    assert len(found) - len(acknowledged) in (0, 1)
+
+
+def test_measurements_go_through_the_store_and_split(
+    tmp_path: Path, make_workload: Callable[..., Workload], measure: Callable[..., Measurement]
+) -> None:
+    runs = [
+        measure(make_workload(), 1e-4, repeats=(1e-4, 2e-4), cpu_use=1.5),
+        measure(make_workload(num_actions=18.0), None, outcome=Outcome.TIMEOUT, error="took too long"),
+        measure(make_workload(num_envs=8.0), 3e-4),
+    ]
+    store = Store(tmp_path)
+    for run in runs:
+        store.append(run.to_dict())
+    store.close()
+    found = [Measurement.from_dict(row) for row in Store(tmp_path).rows()]
+    assert found == runs
+    assert by_hardware(found) == {runs[0].hardware.id: runs}
+    assert list(by_environment(found).values()) == [[runs[0], runs[2]], [runs[1]]]
+    assert split(range(5), lambda i: i % 2) == {0: [0, 2, 4], 1: [1, 3]}
+    with pytest.raises(SchemaError, match="Measurement: lacks"):
+        Measurement.from_dict({})

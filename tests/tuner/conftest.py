@@ -1,0 +1,72 @@
+"""What the tuner's tests share: a small workload, a machine, and a tiny configuration that compiles in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from predictor import Hardware, Workload
+from tuner.bridge import Config
+
+TINY = {
+    "replay.min_size": 64,
+    "replay.capacity": 4096,
+    "runtime.num_envs": 8,
+    "runtime.loop_count": 2,
+    "train.batch_size": 16,
+    "search.num_simulations": 2,
+    "network.width": 8,
+    "train.td_steps": 4,
+}
+
+
+@pytest.fixture
+def tiny() -> Config:
+    """A CartPole configuration that compiles in seconds."""
+    return Config.preset("gymnax:CartPole-v1").replace(TINY)
+
+
+@pytest.fixture
+def machine() -> Hardware:
+    """Four cores, 8 GiB and no accelerator."""
+    return Hardware(
+        cpu="a processor",
+        cores=4,
+        memory_bytes=8 * 2**30,
+        platform="cpu",
+        device="cpu",
+        devices=1,
+        device_memory_bytes=8 * 2**30,
+        float32_flops=2e11,
+        bfloat16_flops=4e11,
+        copy_bytes_per_second=2e10,
+        dispatch_seconds=2e-5,
+        operation_seconds=5e-7,
+        one_core_flops=6e10,
+    )
+
+
+@pytest.fixture
+def workload() -> Workload:
+    """One like CartPole's."""
+    ones = {field.name: 1.0 for field in dataclasses.fields(Workload)}
+    return Workload(
+        **ones
+        | {
+            "num_envs": 64.0,
+            "num_simulations": 16.0,
+            "capacity": 131072.0,
+            "batch_size": 256.0,
+            "unroll_steps": 3.0,
+            "td_steps": 40.0,
+            "replay_ratio": 4.0,
+            "loop_count": 32.0,
+            "compute_bits": 32.0,
+            "embedding_bits": 32.0,
+            "cores": 4.0,
+            "reanalyze_fraction": 0.0,
+            "replay_on_host": 0.0,
+            "puct": 0.0,
+        }
+    )

@@ -1,0 +1,107 @@
+"""Allocation and balance against the method's formulas written out in NumPy, and what they say to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from predictor import Hardware, Measurement, Outcome, Workload
+from tuner import allocate, balance, resources
+from tuner.balance import Verdict
+from tuner.bridge import Config
+
+amounts = hnp.arrays(np.float32, (4, 3), elements=st.integers(0, 10_000).map(lambda n: n / 100.0))
+
+
+@settings(deadline=None)  # the first call compiles
+@given(amounts, amounts, amounts)
+def test_an_allocation_is_the_demand_between_the_limits(wanted: np.ndarray, minimum: np.ndarray, maximum: np.ndarray) -> None:
+    found = np.asarray(allocate.allocate(wanted, allocate.Limits(minimum, maximum)))
+    np.testing.assert_allclose(found, np.minimum(np.maximum(wanted, minimum), maximum))
+    assert (found <= maximum).all()  # whatever is wanted, the machine has no more
+
+
+def test_demand_falls_with_the_temperature_and_follows_the_history() -> None:
+    use = np.array([1.0, 4.0, 0.0], np.float32)
+    hot, warm, cold = (np.asarray(allocate.demand(use, np.ones(3), t)) for t in (1.0, 0.5, 0.0))
+    assert (hot[:2] > warm[:2]).all()
+    assert (warm[:2] > cold[:2]).all()
+    assert (cold[:2] > use[:2]).all()
+    np.testing.assert_allclose(allocate.demand(use, [2.0, 1.0, 1.0], 0.0), cold * [2.0, 1.0, 1.0])
+
+
+def test_the_correction_is_the_median_of_measured_over_predicted() -> None:
+    measured = np.array([[2.0, 1.0, 0.0], [4.0, np.nan, 0.0], [6.0, 3.0, 0.0]])
+    predicted = np.array([[2.0, 2.0, np.nan], [2.0, 2.0, np.nan], [2.0, 2.0, np.nan]])
+    np.testing.assert_allclose(allocate.correction(measured, predicted), [2.0, 1.0, 1.0])
+    np.testing.assert_allclose(allocate.correction(np.zeros((0, 3)), np.zeros((0, 3))), [1.0, 1.0, 1.0])
+
+
+def test_the_balance_factor_is_the_mean_over_resources_that_are_wanted() -> None:
+    assert float(balance.balance_factor([2.0, 8.0, 0.0], [1.0, 4.0, 0.0])) == pytest.approx(2.0)
+    assert float(balance.balance_factor([2.0, 2.0, 1.0], [1.0, 4.0, 2.0])) == pytest.approx(3.0 / 3.0)
+    np.testing.assert_allclose(balance.balance_factor([[2.0, 2.0, 2.0]] * 2, [[1.0, 1.0, 1.0], [4.0, 4.0, 4.0]]), [2.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(1.3, Verdict.OVER), (1.2, Verdict.BALANCED), (0.8, Verdict.BALANCED), (0.7, Verdict.STARVED)]
+)
+def test_verdicts(factor: float, expected: Verdict) -> None:
+    assert balance.verdict(factor, 0.25) == expected
+
+
+def test_over_allocated_reduces_processor_and_memory_first() -> None:
+    # B = (4 + 3 + 1) / 3: without CPU and memory above demand it is 1, so the accelerator keeps its share.
+    np.testing.assert_allclose(balance.rebalance([4.0, 3.0, 1.0], [1.0, 1.0, 1.0]), [1.0, 1.0, 1.0])
+    np.testing.assert_allclose(balance.rebalance([4.0, 3.0, 1.5], [1.0, 1.0, 1.0]), [1.0, 1.0, 1.5])
+    np.testing.assert_allclose(balance.rebalance([1.0, 1.0, 9.0], [1.0, 1.0, 1.0]), [1.0, 1.0, 1.0])  # that alone was not enough
+
+
+def test_starved_increases_the_accelerator_first_and_the_bottleneck_otherwise() -> None:
+    np.testing.assert_allclose(balance.rebalance([0.5, 1.0, 0.4], [1.0, 1.0, 1.0]), [0.5, 1.0, 1.0])
+    np.testing.assert_allclose(balance.rebalance([0.2, 1.0, 1.0], [1.0, 2.0, 1.0]), [1.0, 1.0, 1.0])  # it has enough
+    np.testing.assert_allclose(balance.rebalance([1.0, 1.0, 0.0], [2.0, 4.0, 0.0]), [1.0, 4.0, 0.0])  # there is none
+
+
+@settings(deadline=None)  # the first call compiles
+@given(amounts, amounts)
+def test_rebalancing_moves_towards_the_demand_and_never_past_it(allocated: np.ndarray, wanted: np.ndarray) -> None:
+    after = np.asarray(balance.rebalance(allocated, wanted))
+    assert (after >= np.minimum(allocated, wanted) - 1e-6).all()
+    assert (after <= np.maximum(allocated, wanted) + 1e-6).all()
+    factor = np.asarray(balance.balance_factor(allocated, wanted))
+    balanced = np.abs(factor - 1.0) < balance.THRESHOLD - 1e-3
+    np.testing.assert_array_equal(after[balanced], allocated[balanced])
+
+
+def test_a_configuration_is_given_whole_cores_and_quarters_of_a_gibibyte(machine: Hardware) -> None:
+    config = Config().replace("allocation.cores", 4)
+    given_ = resources.with_allocation(config, np.array([1.6, 1.1 * 2**30, 0.0]), machine, (1, 2, 3, 4)).allocation
+    assert (given_.cores, given_.memory_gib, given_.device_memory) == (2, 1.25, None)
+    fewer = resources.with_allocation(config.replace("allocation.cores", 1), np.array([3.0, 2**30, 0.0]), machine, (1, 4))
+    assert fewer.allocation.cores == 1  # never more than it asked for
+    np.testing.assert_allclose(resources.allocation_of(fewer, machine), [1.0, 2**30, 0.0])
+    np.testing.assert_allclose(resources.allocation_of(Config(), machine), [4.0, 8 * 2**30, 0.0])  # all there is
+
+
+def test_the_next_allocation_follows_the_balance(machine: Hardware) -> None:
+    use = np.array([1.0, 2**30, 0.0], np.float32)
+    everything = np.asarray(resources.limits(machine).maximum)
+    first = resources.next_allocation(everything, use, 1.0, machine)
+    assert (first[:2] < everything[:2]).all()  # over-allocated
+    later = resources.next_allocation(first, use, 0.0, machine)
+    assert (later[:2] <= first[:2]).all()
+    assert later[1] >= use[1] + allocate.SAFETY_BYTES  # what keeps it alive
+    starved = resources.next_allocation(np.array([1.0, 2**30, 0.0]), use * 3.5, 0.0, machine)
+    assert starved[0] > 1.0 or starved[1] > 2**30
+
+
+def test_the_balance_of_a_run_comes_from_what_it_was_measured_to_use(machine: Hardware, workload: Workload) -> None:
+    config = Config().replace({"allocation.cores": 2, "allocation.memory_gib": 2.0})
+    ran = Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, cpu_use=1.0, peak_bytes=float(2**30))
+    headroom = 1.0 + allocate.HEADROOM
+    found = resources.balance_of(config, resources.use_of(ran), machine)
+    assert found == pytest.approx((2.0 / headroom + 2.0 / headroom) / 2)

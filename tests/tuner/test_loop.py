@@ -1,0 +1,144 @@
+"""A whole tuning on a real environment, small: what it measures, keeps, writes, and says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tuner
+from muzerox import Config, UserError
+from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
+from tuner.bridge import describe, load_config
+from tuner.history import TuneDir
+from tuner.loop import space_around
+from tuner.objective import NO_POINT, energy
+from tuner.report import median_errors
+from tuner.result import parse_budget
+
+TINY = {
+    "replay.min_size": 64,
+    "replay.capacity": 8192,
+    "runtime.num_envs": 8,
+    "runtime.loop_count": 1,
+    "train.batch_size": 16,
+    "search.num_simulations": 2,
+    "network.width": 8,
+    "train.td_steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuner.TuneResult:
+    config = Config.preset("gymnax:CartPole-v1").replace(TINY)
+    out = tmp_path_factory.mktemp("tuning") / "t"
+    return tuner.tune(config, budget="10m", max_trials=3, out=out, burst=0.05, quiet=True)
+
+
+def test_it_measures_the_start_first_and_then_others(tuned: tuner.TuneResult) -> None:
+    first, *others = tuned.history
+    assert first.role == "baseline"
+    assert Config.from_dict(first.config).replace("allocation.cores", None) == tuned.start.replace("allocation.cores", None)
+    assert len(others) >= 2
+    assert {trial.role for trial in others} >= {"shared", "annealed"}
+    points = [tuple(sorted(trial.changes.items())) for trial in tuned.history]
+    assert len(set(points)) == len(points)  # nothing is measured twice
+    assert [trial.number for trial in tuned.history] == list(range(len(points)))
+
+
+def test_every_trial_says_what_was_expected_of_it(tuned: tuner.TuneResult) -> None:
+    for trial in tuned.history:
+        assert trial.measurement.outcome == Outcome.OK, trial.measurement.error
+        assert min(trial.predicted_uncalibrated, trial.predicted_base, trial.predicted) > 0
+        assert trial.balance is not None
+    errors = median_errors(tuned.history)
+    assert set(errors) == {"base, uncalibrated", "base, calibrated", "base and graph network"}
+    assert all(value is not None and value >= 0 for value in errors.values())
+
+
+def test_a_start_that_dispatches_one_update_at_a_time_is_beaten(tuned: tuner.TuneResult) -> None:
+    assert tuned.finished
+    assert tuned.speedup is not None
+    assert tuned.speedup > 1.0
+    assert tuned.start_measurement is not None
+    assert tuned.measurement is not None
+    assert len(tuned.measurement.repeats) == len(tuned.start_measurement.repeats)  # paired: in alternation
+    learnt = {"network", "train", "replay", "seed", "env"}
+    before, after = tuned.start.to_dict(), tuned.config.to_dict()
+    assert {name: before[name] for name in learnt} == {name: after[name] for name in learnt}
+    assert after["search"]["num_simulations"] == before["search"]["num_simulations"]
+
+
+def test_the_tuned_configuration_is_complete_and_the_folder_tells(tuned: tuner.TuneResult) -> None:
+    folder = Path(tuned.out)
+    assert load_config(folder / "tuned.toml") == tuned.config
+    assert tuned.config.env == "gymnax:CartPole-v1"
+    assert tuned.config.allocation.cores is not None
+    assert tuned.config.allocation.memory_gib is not None or tuned.speedup == 1.0  # the start had all of it
+    assert (folder / "tuning.png").read_bytes().startswith(b"\x89PNG")
+    told = json.loads((folder / "result.json").read_text())
+    assert told["speedup"] == tuned.speedup
+    assert Measurement.from_dict(told["measurement"]) == tuned.measurement
+    assert TuneDir(folder).trials() == list(tuned.history)
+
+
+def test_a_tuning_that_spent_its_budget_says_so_and_measures_nothing(tuned: tuner.TuneResult, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tuned.out, copy)
+    again = tuner.tune(Config.preset("gymnax:CartPole-v1").replace(TINY), budget="10m", max_trials=3, out=copy, quiet=True)
+    assert (again.config, again.speedup, len(again.history)) == (tuned.config, tuned.speedup, len(tuned.history))
+
+
+def test_another_start_in_the_same_folder_is_refused(tuned: tuner.TuneResult) -> None:
+    with pytest.raises(UserError, match="another configuration"):
+        tuner.tune(Config.preset("gymnax:CartPole-v1"), budget="60s", out=tuned.out, quiet=True)
+
+
+def test_a_baseline_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
+    config = Config.preset("gymnax:CartPole-v1").replace({**TINY, "allocation.memory_gib": 0.3})
+    with pytest.raises(UserError, match="out_of_memory") as caught:
+        tuner.tune(config, budget="30s", out=tmp_path / "t", quiet=True)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "t" / "tuned.toml").exists()
+
+
+def test_the_energy_is_the_predicted_time_and_a_small_price(tuned: tuner.TuneResult) -> None:
+
+    space = space_around(tuned.start, "neutral")
+    predictor = RuntimePredictor().fit([trial.measurement for trial in tuned.history])
+    rates = hardware_rates(tuned.hardware)
+    points = np.stack([space.encode(trial.changes) for trial in tuned.history]).astype(np.int32)
+    nothing = jnp.full((1, points.shape[1]), NO_POINT)
+    found = energy(
+        jnp.asarray(points), predictor.params, rates, space.base, space.tables(), jnp.float32(space.max_num_envs), nothing
+    )
+    for value, trial in zip(np.asarray(found), tuned.history, strict=True):
+        seconds = predictor.predict(describe(Config.from_dict(trial.config)), tuned.hardware).seconds_per_env_step
+        assert 0.0 <= value - np.log(seconds) < 0.02
+    too_many = space.encode({**tuned.history[0].changes, "runtime.num_envs": max(space.options("runtime.num_envs"))})
+    bounded = jax.jit(energy)(
+        jnp.asarray([too_many]), predictor.params, rates, space.base, space.tables(), jnp.float32(8), nothing
+    )
+    assert np.isinf(np.asarray(bounded)).all()
+    again = energy(
+        jnp.asarray(points), predictor.params, rates, space.base, space.tables(), jnp.float32(1e9), jnp.asarray(points[1:2])
+    )
+    np.testing.assert_array_equal(np.isinf(np.asarray(again)), [index == 1 for index in range(len(points))])  # never twice
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("4m", 240.0), ("1.5h", 5400.0), (45, 45.0), (" 2M ", 120.0)])
+def test_budgets(text: str | float, seconds: float) -> None:
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "5 minutes", "-4m", "0", "nan", "inf", "3s", "9d", "1e9h", None])
+def test_budgets_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="budget") as caught:
+        parse_budget(text)
+    assert "nearest valid" in str(caught.value)
+    assert "\n" not in str(caught.value)

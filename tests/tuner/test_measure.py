@@ -1,0 +1,146 @@
+"""Measuring in subprocesses: real runs, under their allocation, failures recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from predictor import Hardware, Measurement, Outcome
+from tuner.bridge import Config, concrete, describe
+from tuner.flops import count_cost
+from tuner.measure import Timing, Worker, WorkerFailed, measure_config, measure_in_alternation, paired_ratio
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def test_a_measurement_says_what_a_run_costs(tiny: Config, machine: Hardware) -> None:
+    config = tiny.replace("allocation.cores", 1)
+    first, other = measure_config(config, hardware=machine, repeats=3, seconds=0.05, loop_counts=[8])
+    assert (first.outcome, other.outcome) == (Outcome.OK, Outcome.OK)
+    assert (first.workload.loop_count, other.workload.loop_count) == (2.0, 8.0)
+    for measurement in (first, other):
+        assert len(measurement.repeats) == 3
+        assert measurement.seconds_per_env_step == sorted(measurement.repeats)[1]
+        assert measurement.env_steps_per_second == pytest.approx(1.0 / measurement.seconds_per_env_step)
+        # Four sequences a step, sixteen an update: an update every four steps.
+        assert measurement.updates_per_second == pytest.approx(measurement.env_steps_per_second / 4.0, rel=1e-6)
+        assert measurement.compile_seconds > 0.1
+        assert 0 < measurement.warmup_seconds < measurement.compile_seconds
+        assert 100e6 < measurement.peak_bytes < 4e9
+        assert 0.1 < measurement.cpu_use < 1.2  # it was given one core
+        assert measurement.wall_seconds > measurement.compile_seconds
+        assert Measurement.from_dict(json.loads(json.dumps(measurement.to_dict()))) == measurement
+    assert first.workload == describe(concrete(config))
+
+
+def test_the_allocation_is_taken_before_jax_starts() -> None:
+    code = "import os, jax; print(len(os.sched_getaffinity(0)), os.environ.get('XLA_CLIENT_MEM_FRACTION'), 'jax' in sys.modules)"
+    program = (
+        "import sys\nfrom tuner import worker\n"
+        "assert 'jax' not in sys.modules, 'importing the worker imports jax'\n"
+        "worker._take_allocation({'allocation': {'cores': 1, 'device_memory': 0.5}})\n"
+        "assert 'jax' not in sys.modules\n" + code
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["1", "0.5", "True"]
+
+
+def test_alternation_pairs_the_rounds(tiny: Config, machine: Hardware) -> None:
+    slow = tiny.replace("search.num_simulations", 64)
+    fast, slower = measure_in_alternation([tiny, slow], hardware=machine, rounds=5, seconds=0.05)
+    assert len(fast.repeats) == len(slower.repeats) == 5
+    assert paired_ratio(fast, slower) > 1.5
+    assert paired_ratio(slower, fast) == pytest.approx(1.0 / paired_ratio(fast, slower))
+
+
+def test_a_run_beyond_its_memory_is_a_row(tiny: Config, machine: Hardware) -> None:
+    config = tiny.replace({"replay.capacity": 40_000_000, "allocation.memory_gib": 0.75})
+    (measurement,) = measure_config(config, hardware=machine, repeats=1)
+    assert measurement.outcome == Outcome.OUT_OF_MEMORY
+    assert "memory" in (measurement.error or "")
+    assert measurement.seconds_per_env_step is None
+
+
+def test_a_run_that_hangs_is_a_row(tiny: Config, machine: Hardware) -> None:
+    before = time.monotonic()
+    (measurement,) = measure_config(tiny, hardware=machine, timeout=0.5)  # importing JAX alone takes longer
+    assert measurement.outcome == Outcome.TIMEOUT
+    assert time.monotonic() - before < 30.0
+    assert measurement.error == "no answer within 0.5 s"
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGSEGV, Outcome.CRASHED), (signal.SIGKILL, Outcome.OUT_OF_MEMORY)], ids=["crash", "killed"]
+)
+def test_a_run_that_dies_is_a_row(tiny: Config, machine: Hardware, number: int, expected: Outcome) -> None:
+    timing = Timing(tiny, hardware=machine, timeout=120.0)
+    with timing.worker:
+        timing.wait()
+        timing.burst(0.05)
+        timing.worker.kill(number)
+        timing.burst(0.05)
+        measurement = timing.measurement()
+    assert measurement.outcome == expected
+    assert signal.Signals(number).name in (measurement.error or "")
+
+
+def test_an_exception_in_a_run_is_a_row(tiny: Config) -> None:
+    request = {"kind": "train", "config": {**tiny.to_dict(), "env": "gymnax:NoSuch-v0"}, "allocation": {}}
+    with Worker(request, timeout=120.0) as worker, pytest.raises(WorkerFailed) as caught:
+        worker.answer()
+    assert caught.value.outcome == Outcome.CRASHED
+    assert "NoSuch-v0" in caught.value.error
+
+
+def test_a_loss_that_is_not_finite_is_a_row(tiny: Config, machine: Hardware) -> None:
+    overflow = {"precision.level": "O1_float16", "precision.loss_scale": "static", "precision.initial_loss_scale": 2.0**40}
+    (measurement,) = measure_config(tiny.replace(overflow), hardware=machine, repeats=2, seconds=0.05)
+    assert (measurement.outcome, measurement.error) == (Outcome.NONFINITE, "the loss was not finite")
+
+
+def test_a_worker_dies_with_its_parent(tiny: Config) -> None:
+    program = (
+        "import sys, json, time\nfrom tuner.measure import Worker\n"
+        f"worker = Worker(json.loads({json.dumps(json.dumps({'kind': 'train', 'config': tiny.to_dict(), 'allocation': {}}))}))\n"
+        "print(worker.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    time.sleep(1.0)  # until it has asked to die with its parent
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":  # dead, and nobody has asked how
+            return
+        time.sleep(0.1)
+    pytest.fail("the worker is still alive")
+
+
+def test_costs_are_counted_from_the_trace() -> None:
+    params = {"a": jnp.zeros((8, 16)), "b": jnp.zeros((3, 3, 4, 5)), "unused": jnp.zeros(100)}
+
+    def function(params: dict[str, jax.Array], x: jax.Array, image: jax.Array) -> jax.Array:
+        y = jax.jit(lambda z: z @ params["a"])(x)
+        image = jax.lax.conv_general_dilated(image, params["b"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        looped = jax.lax.scan(lambda c, _: (c @ jnp.eye(16), None), y, length=3)[0]
+        return looped.sum() + image.sum()
+
+    cost = count_cost(function, params, jax.ShapeDtypeStruct((2, 8), "float32"), jax.ShapeDtypeStruct((1, 6, 7, 4), "float32"))
+    assert cost.flops == 2 * 2 * 8 * 16 + 2 * 6 * 7 * 9 * 4 * 5 + 3 * 2 * 2 * 16 * 16
+    assert cost.params == 8 * 16 + 9 * 4 * 5
+    assert cost.layers == 5

@@ -1,0 +1,196 @@
+"""``muzerox tune``, ``measure``, ``predict``, ``train --tune`` and the fingerprint of ``info`` as people meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muzerox.cli import main
+from predictor import Hardware
+from tuner.fingerprint import fingerprint
+from tuner.history import TuneDir, shared_store
+
+TINY = {
+    "replay.min_size": 64,
+    "replay.capacity": 8192,
+    "runtime.num_envs": 8,
+    "runtime.loop_count": 1,
+    "train.batch_size": 16,
+    "search.num_simulations": 2,
+    "network.width": 8,
+    "train.td_steps": 4,
+    "train.max_env_steps": 2000,
+    "train.eval_episodes": 2,
+}
+OPTIONS = ["--env", "gymnax:CartPole-v1", *(part for path, value in TINY.items() for part in ("--set", f"{path}={value}"))]
+
+
+def muzerox(*arguments: str, cwd: Path, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | ({"MUZEROX_HOME": str(home)} if home else {})
+    command = [sys.executable, "-m", "muzerox", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False, env=environment)
+
+
+def test_measuring_and_predicting_give_the_same_keys(tmp_path: Path) -> None:
+    measured = muzerox("measure", *OPTIONS, "--repeats", "2", "--json", cwd=tmp_path)
+    assert measured.returncode == 0, measured.stderr
+    predicted = muzerox("predict", *OPTIONS, "--json", cwd=tmp_path)
+    assert predicted.returncode == 0, predicted.stderr
+    one, other = json.loads(measured.stdout), json.loads(predicted.stdout)
+    assert list(one) == list(other)
+    assert one["outcome"] == other["outcome"] == "ok"
+    assert other["seconds_per_env_step"] == pytest.approx(one["seconds_per_env_step"], rel=1.0)  # it has just seen it
+    assert list(tmp_path.iterdir()) == []  # neither writes anything here
+
+
+def test_info_shows_the_measured_machine(tmp_path: Path) -> None:
+    done = muzerox("info", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rates = json.loads(done.stdout)["measured rates"]
+    assert {"float32 products", "bfloat16 products", "copies", "dispatch", "cores", "memory"} <= set(rates)
+    kept = fingerprint()
+    assert isinstance(kept, Hardware)
+    assert rates["cores"] == kept.cores == len(os.sched_getaffinity(0))
+    assert 1e8 < kept.one_core_flops < 1e14
+    assert 1e8 < kept.copy_bytes_per_second < 1e13
+    assert 1e-7 < kept.dispatch_seconds < 1e-1
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["tune", "--budget", "soon"], "budget = 'soon'"),
+    (["tune", "--budget", "1s"], "budget = '1s'"),
+    (["tune", "--budget", "-4m"], "budget"),
+    (["tune", "--trials", "0"], "trials"),
+    (["tune", "--trials", "few"], "trials"),
+    (["tune", "--knobs", "all"], "knobs"),
+    (["tune", "--env", "gymnax:CartPole-v9"], "CartPole-v1"),
+    (["tune", "--set", "runtime.num_enws=8"], "runtime.num_envs"),
+    (["tune", "--set", "allocation.cores=4096"], "allocation.cores = 4096"),
+    (["tune", "--set", "allocation.cores=0"], "allocation.cores = 0"),
+    (["tune", "--set", "allocation.memory_gib=900000"], "allocation.memory_gib"),
+    (["tune", "--set", "search.split=3"], "search.split = 3"),
+    (["tune", "--out", "taken"], "taken"),
+    (["tune", "--out", ""], "directory"),
+    (["tune", "--config", "absent.toml"], "absent.toml"),
+    (["tune", "--config", "broken.toml"], "broken.toml"),
+    (["measure", "--repeats", "0"], "--repeats = 0"),
+    (["measure", "--timeout", "0"], "--timeout = 0"),
+    (["measure", "--set", "allocation.cores=4096"], "allocation.cores"),
+    (["measure", "--set", "allocation.device_memory=2"], "allocation.device_memory"),
+    (["measure", "--env", "pgx:chess_960"], "env = 'pgx:chess_960'"),
+    (["predict", "--set", "allocation.memory_gib=0"], "allocation.memory_gib"),
+    (["predict", "--set", "network.kind=resnet"], "network.kind"),
+    (["train", "--tune", "later"], "budget = 'later'"),
+    (["train", "--tune", "2m", "--resume", "run"], "--tune"),
+    (["train", "--tune", "2m", "--out", "taken"], "taken"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_input_gets_one_line_and_exit_code_2(
+    arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("something")
+    (tmp_path / "broken.toml").write_text("a = [")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    env = [] if "--env" in arguments or "--config" in arguments else ["--env", "gymnax:CartPole-v1"]
+    try:
+        code = main([*arguments[:1], *env, *arguments[1:]])
+    except SystemExit as error:  # argparse's way
+        code = int(error.code or 0)
+    said = capsys.readouterr()
+    assert code == 2, said.err
+    assert len(said.err.strip().splitlines()) == 1, said.err
+    assert named in said.err
+    assert said.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("damage", ["not json\n", '{"a": 1}\n'], ids=["torn in the middle", "of another kind"])
+def test_a_damaged_store_is_named_in_one_line(damage: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    first = muzerox("info", "--json", cwd=tmp_path, home=home)
+    assert first.returncode == 0, first.stderr
+    hardware = Hardware.from_dict(json.loads(next((home / "hardware").iterdir()).read_text()))
+    folder = home / "measurements" / hardware.id
+    folder.mkdir(parents=True)
+    (folder / "writer.jsonl").write_text(damage + damage)
+    done = muzerox("predict", *OPTIONS, cwd=tmp_path, home=home)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert str(folder) in done.stderr
+
+
+@pytest.mark.slow
+def test_training_tuned_does_it_all(tmp_path: Path) -> None:
+    done = muzerox("train", *OPTIONS, "--tune", "60s", "--out", "runs/tuned", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)  # exactly one object
+    assert told["env_steps"] >= 2000
+    assert told["tuning"]["finished"]
+    assert told["balance_factor"] > 0
+    run = tmp_path / "runs" / "tuned"
+    assert (run / "return_curve.png").exists()
+    tuning = tmp_path / "runs" / "tuned-tuning"
+    assert (tuning / "tuning.png").exists()
+    assert (run / "config.toml").read_text() == (tuning / "tuned.toml").read_text()
+    assert muzerox("evaluate", "runs/tuned", "--episodes", "2", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
+def test_killed_ten_times_a_tuning_loses_and_repeats_no_trial(tmp_path: Path) -> None:
+    """``kill -9`` at random moments; what was reported as measured stays, and nothing is measured again."""
+    command = [sys.executable, "-m", "muzerox", "tune", *OPTIONS, "--budget", "10m", "--trials", "12", "--out", "t"]
+    rng = random.Random(0)
+    reported: dict[str, Any] = {}
+    folder = TuneDir(tmp_path / "t")
+    for _ in range(10):
+        log = (tmp_path / "log").open("w+")
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
+        time.sleep(rng.uniform(4.0, 25.0))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log.seek(0)
+        said = [line.split("trial")[1].split()[0] for line in log if " trial " in line and "steps/s (" in line]
+        log.close()
+        trials = folder.trials() if (tmp_path / "t" / "start.toml").exists() else []
+        kept = {trial.id: trial for trial in trials}
+        assert reported.items() <= kept.items()
+        assert {int(number) for number in said} <= {trial.number for trial in trials}
+        points = [tuple(sorted(trial.changes.items())) for trial in trials]
+        assert len(set(points)) == len(points)
+        assert [trial.number for trial in trials] == list(range(len(trials)))
+        reported = kept
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    final = {trial.id: trial for trial in folder.trials()}
+    assert reported.items() <= final.items()
+    assert len(reported) > 2
+    assert (tmp_path / "t" / "tuned.toml").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "muzerox", "tune", *OPTIONS, "--budget", "10m", "--out", "t"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120.0
+    while time.monotonic() < deadline and len(list((tmp_path / "t" / "trials").glob("*.jsonl"))) < 1:
+        time.sleep(0.5)
+    time.sleep(8.0)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert (tmp_path / "t" / "tuned.toml").exists()
+    assert shared_store(fingerprint().id).rows() != []

@@ -1,0 +1,54 @@
+"""How much of each resource a configuration is given: min(max(minimum, demand), maximum). Pure and vectorised.
+
+Step 2.4 of the method: the demand is a function F of the configuration (here what it is predicted to use), of the
+annealing temperature (early, while candidates differ most, each is given room to show what it can do) and of the run
+history (measured over predicted use so far). Resources are the last axis, in the order of ``RESOURCES``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+RESOURCES = ("cores", "memory_bytes", "device_memory_bytes")
+HEADROOM = 0.25  # over the predicted use, at the end of annealing: use comes in bursts
+EXPLORATION = 0.5  # further headroom at the first temperature
+SAFETY_BYTES = 512 * 2**20  # compilation needs this much more memory than training
+
+
+class Limits(NamedTuple):
+    """What the run needs to live, and what the system has: float32 [..., R]."""
+
+    minimum: ArrayLike
+    maximum: ArrayLike
+
+
+def demand(use: ArrayLike, correction: ArrayLike, temperature: ArrayLike) -> jnp.ndarray:
+    """F(configuration, temperature, history): what is wanted when nothing limits it.
+
+    Args:
+      use: [..., R] predicted use of the configuration.
+      correction: [R] measured over predicted use in the history; 1 without any.
+      temperature: [] or [..., 1], relative to the first: 1 at the start of annealing, to 0.
+
+    Returns:
+      float32 [..., R].
+    """
+    room = 1.0 + HEADROOM + EXPLORATION * jnp.asarray(temperature, jnp.float32)
+    return jnp.asarray(use, jnp.float32) * jnp.asarray(correction, jnp.float32) * room
+
+
+def allocate(wanted: ArrayLike, limits: Limits) -> jnp.ndarray:
+    """``wanted`` [..., R] kept between the limits; a minimum above the maximum yields the maximum. float32 [..., R]."""
+    return jnp.minimum(jnp.maximum(jnp.asarray(wanted, jnp.float32), limits.minimum), limits.maximum)
+
+
+def correction(measured: ArrayLike, predicted: ArrayLike) -> jnp.ndarray:
+    """Measured over predicted use: the median over the history. [H, R] each, NaN where unknown; float32 [R], 1 without any."""
+    ratio = jnp.asarray(measured, jnp.float32) / jnp.asarray(predicted, jnp.float32)
+    ratio = jnp.where(jnp.isfinite(ratio), ratio, jnp.nan)
+    padded = jnp.concatenate([ratio, jnp.full((1, ratio.shape[-1]), jnp.nan)])  # the median of nothing is not allowed
+    median = jnp.nanmedian(padded, axis=0)
+    return jnp.where(jnp.isnan(median), 1.0, median)

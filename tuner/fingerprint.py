@@ -1,0 +1,115 @@
+"""The machine's measured rates: matrix products, copies, dispatches. Measured once a machine, in a subprocess, and kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from predictor import Hardware, SchemaError
+from tuner.bridge import device_facts, home, write_atomically
+from tuner.measure import Worker, WorkerFailed
+
+_REPEATS = 11
+
+
+def measure_rates() -> dict[str, Any]:
+    """The fields of a Hardware, measured in this process on the default device. Takes a few seconds."""
+    import os
+
+    import jax
+    import jax.numpy as jnp
+
+    def seconds(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+        """Wall seconds of a call on what the last one returned, the least: other work can only add to it."""
+        times = []
+        for _ in range(1 + _REPEATS):
+            start = time.perf_counter()
+            x = jax.block_until_ready(function(x))
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
+
+    facts = device_facts()
+    size = 2048 if facts["platform"] == "cpu" else 8192
+
+    def flops(dtype: Any) -> float:
+        matrix = jnp.full((size, size), 1.0 / size, dtype)  # its own square
+        return 2.0 * size**3 / seconds(jax.jit(lambda a: a @ a), matrix)
+
+    # 64 MiB, 1 GiB: beyond the caches. Passes over one buffer: a fresh one would be timed with its page faults.
+    array = jnp.zeros(2**24 if facts["platform"] == "cpu" else 2**28, jnp.float32)
+    passes, loop = 10, 1000
+
+    @partial(jax.jit, donate_argnums=0)
+    def copy(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, passes, lambda i, x: x + i.astype(jnp.float32), x)
+
+    @jax.jit
+    def chain(x: jax.Array) -> jax.Array:
+        # A product, as most operations of a network are, too small to take time itself.
+        return jax.lax.fori_loop(0, loop, lambda _, x: jnp.tanh(x @ x), x)
+
+    rates = {
+        "float32_flops": flops(jnp.float32),
+        "bfloat16_flops": flops(jnp.bfloat16),
+        "copy_bytes_per_second": 2.0 * passes * array.nbytes / seconds(copy, array),
+        "dispatch_seconds": seconds(jax.jit(lambda a: a + 1.0), jnp.zeros(8)),
+        "operation_seconds": seconds(chain, jnp.eye(8) * 0.1) / loop / 2,
+    }
+    one_core = rates["float32_flops"]
+    if facts["platform"] == "cpu" and facts["cores"] > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores[:1])
+        one_core = flops(jnp.float32)
+    return {"cpu": _cpu_model(), **facts, **rates, "one_core_flops": one_core}
+
+
+def _cpu_model() -> str:
+    import platform
+
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def fingerprint(*, again: bool = False) -> Hardware:
+    """This machine's Hardware: kept under ``MUZEROX_HOME/hardware`` after the first time, unless ``again``.
+
+    Raises:
+      WorkerFailed: the device could not be used.
+    """
+    folder = home() / "hardware"
+    key = _cheap_key()
+    file = folder / f"{key}.json"
+    if file.exists() and not again:
+        try:
+            return Hardware.from_dict(json.loads(file.read_text("utf-8")))
+        except (SchemaError, ValueError):
+            file.unlink()  # of an older version, or damaged: measured anew
+    with Worker({"kind": "fingerprint", "allocation": {}}) as worker:
+        hardware = Hardware.from_dict(worker.answer())
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(hardware.to_dict(), indent=1) + "\n")
+    return hardware
+
+
+def _cheap_key() -> str:
+    """What can be known of this machine without starting JAX."""
+    import hashlib
+    import importlib.metadata
+    import os
+
+    from tuner.bridge import available_cores, available_memory
+
+    visible = {name: os.environ.get(name, "") for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
+    gpu = any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/accel0"))
+    facts = [_cpu_model(), len(available_cores()), round(available_memory() / 2**30), visible, gpu]
+    return hashlib.sha256(json.dumps([*facts, importlib.metadata.version("jaxlib")]).encode()).hexdigest()[:12]
+
+
+__all__ = ["WorkerFailed", "fingerprint", "measure_rates"]

@@ -1,0 +1,144 @@
+"""The folder of a tuning: start.toml, trials/, tuned.toml, tuning.png, result.json. What is in it survives a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import uuid
+from pathlib import Path
+from typing import IO, Any
+
+from predictor import Measurement, SchemaError, Store
+from tuner.bridge import Config, UserError, home, load_config, toml, write_atomically
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One measured point of the grid, and what was expected of it before it ran."""
+
+    id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    number: int  # from 0, the baseline
+    role: str  # baseline; annealed, random: how the point was chosen; shared: measured in the process of another trial
+    changes: dict[str, Any]  # to the starting configuration, by path: the point
+    config: dict[str, Any]  # complete, allocation included
+    measurement: Measurement
+    # Seconds an environment step expected by the analytic base before any calibration, by the calibrated base alone, and by the
+    # base with the graph network's residual.
+    predicted_uncalibrated: float
+    predicted_base: float
+    predicted: float
+    predicted_use: tuple[float, ...]  # cores, bytes of memory, bytes of device memory
+    temperature: float  # relative to the first
+    elapsed: float  # seconds of tuning when it ended
+    balance: float | None = None  # the balance factor, where it ran
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, tree: dict[str, Any]) -> Trial:
+        """The inverse of :meth:`to_dict`. Raises SchemaError."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(tree) != names:
+            raise SchemaError(f"Trial: {', '.join(sorted(set(tree) ^ names))} missing or unknown")
+        values = {**tree, "measurement": Measurement.from_dict(tree["measurement"])}
+        return cls(**{**values, "predicted_use": tuple(tree["predicted_use"])})
+
+    @property
+    def seconds(self) -> float | None:
+        """Measured seconds an environment step; None where it failed."""
+        return self.measurement.seconds_per_env_step
+
+
+class TuneDir:
+    """Paths and files of one tuning."""
+
+    def __init__(self, path: str | Path):
+        if not str(path):
+            raise UserError("directory", "", "must not be empty")
+        self.path = Path(path)
+        self.start_file = self.path / "start.toml"
+        self.tuned_file = self.path / "tuned.toml"
+        self.result_file = self.path / "result.json"
+        self.plot_file = self.path / "tuning.png"
+        self._trials: Store | None = None
+
+    def create(self, config: Config) -> None:
+        """Makes the folder and writes the starting configuration, or checks that it is the one already there.
+
+        Raises:
+          UserError: it holds something else, or cannot be written.
+        """
+        try:
+            if self.start_file.exists():
+                if load_config(self.start_file) != config:
+                    rule = "holds a tuning that started from another configuration; give another --out"
+                    raise UserError("--out", str(self.path), rule)
+                return
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise UserError("--out", str(self.path), "exists and is not an empty directory")
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.start_file, toml(config))
+        except OSError as error:
+            raise UserError("--out", str(self.path), f"cannot be written: {error.strerror}") from None
+
+    def lock(self) -> IO[str]:
+        """Holds the folder until the file is closed or the process dies. Raises UserError when another process does."""
+        handle = open(self.path / ".lock", "w")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.close()
+            raise UserError("--out", str(self.path), "another process is tuning in it") from None
+        return handle
+
+    def _store(self) -> Store:
+        if self._trials is None:
+            self._trials = Store(self.path / "trials")
+        return self._trials
+
+    def trials(self) -> list[Trial]:
+        """Every trial so far, in order. Raises UserError for a damaged file."""
+        try:
+            return sorted((Trial.from_dict(row) for row in self._store().rows()), key=lambda trial: trial.number)
+        except ValueError as error:  # StoreError and SchemaError are such
+            raise UserError(str(self.path / "trials"), None, str(error)) from None
+
+    def append(self, trial: Trial) -> None:
+        """Keeps a trial; when this returns it is on disk."""
+        self._store().append(trial.to_dict())
+
+    def result(self) -> dict[str, Any] | None:
+        """What ``save_result`` wrote; None before. Raises UserError when it is damaged."""
+        if not self.result_file.exists():
+            return None
+        try:
+            return dict(json.loads(self.result_file.read_text("utf-8")))
+        except (ValueError, TypeError):
+            raise UserError(str(self.result_file), None, "is not a result; delete it to compare again") from None
+
+    def save_tuned(self, config: Config) -> None:
+        """Writes ``tuned.toml``, whole or not at all."""
+        write_atomically(self.tuned_file, toml(config))
+
+    def save_result(self, result: dict[str, Any]) -> None:
+        """Writes ``result.json``, whole or not at all."""
+        write_atomically(self.result_file, json.dumps(result, indent=1) + "\n")
+
+
+def shared_store(hardware_id: str) -> Store:
+    """What every tuning and measuring on this kind of machine adds to, and predictions learn from."""
+    return Store(home() / "measurements" / hardware_id)
+
+
+def shared_measurements(hardware_id: str) -> list[Measurement]:
+    """Every measurement of this kind of machine. Raises UserError for a damaged store."""
+    folder = home() / "measurements" / hardware_id
+    if not folder.exists():
+        return []
+    try:
+        return [Measurement.from_dict(row) for row in Store(folder).rows()]
+    except ValueError as error:
+        raise UserError(str(folder), None, f"{error}; move it away to start with an empty history") from None

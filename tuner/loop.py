@@ -1,0 +1,353 @@
+"""The outer loop: measure, predict, anneal, allocate, measure again, balance; then tuned against start, in alternation.
+
+Rounds follow the method: the calibrated predictor is the annealer's energy; the best point that was not measured yet gets an
+allocation and is measured; its balance factor shapes the next round's allocation; the predictor learns from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor, hardware_rates
+from tuner import anneal, balance, resources
+from tuner.bridge import Config, UserError, allocation_checked, bounded_num_envs, concrete, describe, get, valid
+from tuner.fingerprint import fingerprint
+from tuner.history import Trial, TuneDir, shared_measurements, shared_store
+from tuner.measure import BURST_SECONDS, measure_config, measure_in_alternation, paired_ratio
+from tuner.objective import ANY, NO_POINT, energy
+from tuner.report import Progress, draw_history
+from tuner.result import TuneResult, parse_budget
+from tuner.space import Space, knobs_up_to, make_space
+
+COOLING = 0.8  # of the outer temperature, a round
+FINAL_TEMPERATURE = 0.05  # relative to the first: rounds end here if the budget lasts
+RANDOM_EVERY = 5  # one trial in so many is drawn at random: the predictor would never see what it thinks is bad
+MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
+FINALISTS = 2
+_MIN_ROUNDS, _MAX_ROUNDS = 7, 25  # of the alternation
+
+
+def tune(
+    config: Config,
+    *,
+    budget: str | float = "5m",
+    out: str | Path = "runs/tuning",
+    max_trials: int | None = None,
+    effect: str = "neutral",
+    burst: float = BURST_SECONDS,
+    seed: int = 0,
+    quiet: bool = False,
+) -> TuneResult:
+    """Searches for the configuration that trains fastest on this machine, and leaves it in ``out/tuned.toml``.
+
+    A folder that already holds a tuning from the same configuration is continued: nothing is measured twice.
+
+    Args:
+      budget: time to spend, such as ``"5m"``; what an interrupted tuning spent counts.
+      max_trials: end after this many processes measured, the baseline's included, if the budget lasts that long.
+      effect: which knobs may move: ``exact`` ones, ``neutral`` ones too (the same learning), or ``learning`` ones as well.
+      burst: seconds of a timed burst.
+      quiet: nothing on stderr.
+
+    Raises:
+      UserError: bad input, or a baseline that does not run: nothing can be compared with it.
+    """
+    began, seconds = time.monotonic(), parse_budget(budget)
+    if max_trials is not None and max_trials < 1:
+        raise UserError("max_trials", max_trials, "must be at least 1", 1)
+    start = concrete(allocation_checked(config))
+    describe(start)  # an environment that cannot be served is refused before anything is written
+    folder = TuneDir(out)
+    folder.create(start)
+    with folder.lock(), Progress(seconds, quiet=quiet) as progress, _on_cpu():
+        progress.say("measuring the machine")
+        hardware = fingerprint()
+        tuning = _Tuning(start, space_around(start, effect), hardware, folder, seconds, seed, progress)
+        tuning.began, tuning.max_trials, tuning.burst = began, max_trials or tuning.max_trials, burst
+        return tuning.run()
+
+
+def space_around(start: Config, effect: str) -> Space:
+    """The grid that a tuning from ``start`` searches: knobs up to ``effect``, with the choices this machine has."""
+    knobs = knobs_up_to(effect)
+    values = {knob.path: get(start, knob.path) for knob in knobs}
+    return make_space(knobs, values, describe(start), lambda path, value: valid(start, path, value), bounded_num_envs(start))
+
+
+def _on_cpu() -> Any:
+    """Annealing and predicting stay off the accelerator, which belongs to what is measured."""
+    return jax.default_device(jax.devices("cpu")[0])
+
+
+class _Tuning:
+    """One process's share of a tuning."""
+
+    def __init__(
+        self, start: Config, space: Space, hardware: Hardware, folder: TuneDir, budget: float, seed: int, progress: Progress
+    ):
+        self.start, self.space, self.hardware, self.folder, self.progress = start, space, hardware, folder, progress
+        self.budget, self.key = budget, jax.random.key(seed)
+        self.trials = folder.trials()
+        self.spent_before = self.trials[-1].elapsed if self.trials else 0.0
+        self.began, self.max_trials, self.burst = time.monotonic(), sys.maxsize, BURST_SECONDS
+        self.store = shared_store(hardware.id)
+        seen = [trial.measurement for trial in self.trials]
+        self.elsewhere = [m for m in shared_measurements(hardware.id) if m not in seen]
+        self.allocated = np.asarray(resources.limits(hardware).maximum)
+        self.predictor = RuntimePredictor()
+
+    # Time ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds spent on this tuning by all processes."""
+        return self.spent_before + time.monotonic() - self.began
+
+    def _reserve(self) -> float:
+        """Seconds to keep for the comparison at the end."""
+        baseline = self.trials[0].measurement
+        burst = max(self.burst, baseline.warmup_seconds or 0.0)
+        started = 0.6 * ((baseline.compile_seconds or 0.0) + 4.0)  # the program comes from the compilation cache
+        return (1 + FINALISTS) * (started + _MIN_ROUNDS * burst) + 2.0
+
+    def _next_fits(self) -> bool:
+        walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
+        if len(walls) >= self.max_trials or COOLING ** (len(walls) - 1) <= FINAL_TEMPERATURE:
+            return False
+        return self.elapsed + 1.2 * float(np.median(walls)) + self._reserve() < self.budget
+
+    # Rounds ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> TuneResult:
+        """Baseline, rounds, comparison. Ctrl-C keeps the best so far."""
+        try:
+            if not self.trials:
+                self._baseline()
+            else:
+                self.progress.say(f"continuing after {len(self.trials)} trials and {self.spent_before:.0f} s")
+            self._require_baseline()
+            self._learn()
+            number = sum(trial.role != "shared" for trial in self.trials)
+            before = len(self.trials)
+            while self._next_fits() and self._round(number):
+                number += 1
+            told = self.folder.result()
+            if told is not None and len(self.trials) == before:
+                self.progress.say(f"{self.folder.path} has already spent its budget; go on with a larger one")
+                return TuneResult.from_dict(told, start=self.start, hardware=self.hardware, history=self.trials)
+            return self._compare()
+        except KeyboardInterrupt:
+            if not self.trials or self.trials[0].seconds is None:
+                raise
+            return self._result(self._best(), None, None, finished=False)
+
+    def _baseline(self) -> None:
+        self.progress.say("measuring the initial configuration")
+        self._measure(self.space.start, "baseline", temperature=1.0)
+
+    def _require_baseline(self) -> None:
+        first = self.trials[0].measurement
+        if first.outcome != Outcome.OK:
+            raise UserError("configuration", None, f"the initial configuration does not run here: {first.outcome}: {first.error}")
+
+    def _learn(self) -> None:
+        """The predictor from the whole history of this machine, calibrated by this tuning's own runs."""
+        own = [trial.measurement for trial in self.trials]
+        history = self.elsewhere + own
+        self.predictor = RuntimePredictor().fit(history, key=jax.random.fold_in(self.key, 0)).calibrate(own)
+
+    def _round(self, number: int) -> bool:
+        """Proposes, allocates, measures, balances, learns. False when every feasible point was measured."""
+        temperature = COOLING ** (number - 1)
+        role = "random" if number % RANDOM_EVERY == 0 else "annealed"
+        point = self._propose(number, role)
+        if point is None:
+            return False
+        self._measure(point, role, temperature=temperature)
+        self._learn()
+        return True
+
+    def _measured_points(self) -> jax.Array:
+        """int32 [M, D], ``ANY`` for knobs that share a compiled program: a process has timed the best of those.
+
+        M is a power of two, so that few programs are compiled; filled up with what is no point.
+        """
+        points = np.full((2 ** math.ceil(math.log2(max(len(self.trials), 16))), len(self.space.knobs)), NO_POINT, np.int32)
+        points[: len(self.trials)] = [self.space.encode(trial.changes) for trial in self.trials]
+        points[: len(self.trials), [knob.cost == "live" for knob in self.space.knobs]] = ANY
+        return jnp.asarray(points)
+
+    def _propose(self, number: int, role: str) -> tuple[int, ...] | None:
+        """A point that was not measured: of least energy among the chains' best, or drawn at random."""
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 1), number)
+        arguments = (
+            self.predictor.params,
+            hardware_rates(self.hardware),
+            self.space.base,
+            self.space.tables(),
+            jnp.float32(self.space.max_num_envs),
+            self._measured_points(),
+        )
+        best = min((t for t in self.trials if t.seconds is not None), key=lambda t: t.seconds or math.inf)
+        found = anneal.run(key, energy, self.space.sizes, initial=self.space.encode(best.changes), args=arguments)
+        points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
+        if role == "random":
+            drawn = jax.random.uniform(key, (1024, len(self.space.sizes)))
+            points = np.asarray(drawn * self.space.sizes[None, :], np.int32)
+            energies = np.where(np.isfinite(energy(jnp.asarray(points), *arguments)), np.arange(1024.0), np.inf)
+        index = int(np.argmin(energies))
+        return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
+
+    def _measure(self, point: tuple[int, ...], role: str, *, temperature: float) -> None:
+        """Measures a point under its allocation, and keeps it, together with what shares its compiled program."""
+        changes = self.space.decode(point)
+        config, use = self._allocate(self.start.replace(changes), temperature)
+        changes = {path: get(config, path) for path in changes}  # fewer cores than the point asked for, perhaps
+        number = len(self.trials)
+        first = self.trials[0].measurement.wall_seconds if self.trials else 60.0
+        self.progress.trial(number, role, self._describe_changes(changes), self._expected(config), self.elapsed)
+        before = time.monotonic()
+        measurements = measure_config(
+            config,
+            hardware=self.hardware,
+            seconds=self.burst,
+            timeout=max(30.0, 3.0 * first),
+            loop_counts=self._shared_settings(changes),
+        )
+        share = (time.monotonic() - before) / len(measurements)
+        for index, measurement in enumerate(measurements):
+            looped = config.replace("runtime.loop_count", int(measurement.workload.loop_count))
+            uncalibrated, base, full = self._predictions(looped)
+            trial = Trial(
+                number=len(self.trials),
+                role=role if index == 0 else "shared",
+                changes=changes | ({"runtime.loop_count": looped.runtime.loop_count} if index else {}),
+                config=looped.to_dict(),
+                measurement=dataclasses.replace(measurement, wall_seconds=measurement.wall_seconds if index == 0 else share),
+                predicted_uncalibrated=uncalibrated,
+                predicted_base=base,
+                predicted=full,
+                predicted_use=tuple(float(x) for x in use),
+                temperature=temperature,
+                elapsed=self.elapsed,
+                balance=self._balance(looped, measurement),
+            )
+            self.folder.append(trial)
+            self.store.append(trial.measurement.to_dict())
+            self.trials.append(trial)
+            self.progress.measured(trial, self.trials[0])
+
+    def _shared_settings(self, changes: dict[str, Any]) -> list[int]:
+        """Other loop_counts to be timed in the same process: the one expected to be best, and the farthest off."""
+        path = "runtime.loop_count"
+        others = [n for n in self.space.options(path) if n != changes[path]]
+        if not others:
+            return []
+        best = min(others, key=lambda n: self._expected(self.start.replace({**changes, path: n})))
+        farthest = max(others, key=lambda n: abs(math.log(n / changes[path])))
+        return list(dict.fromkeys([best, farthest]))
+
+    def _predictions(self, config: Config) -> tuple[float, float, float]:
+        """Seconds an environment step: uncalibrated base, calibrated base, base and residual."""
+        workload = describe(config)
+        plain = RuntimePredictor()
+        return (
+            float(np.exp(plain.base_log_seconds(workload, self.hardware))),
+            float(np.exp(self.predictor.base_log_seconds(workload, self.hardware))),
+            self.predictor.predict(workload, self.hardware).seconds_per_env_step,
+        )
+
+    def _expected(self, config: Config) -> float:
+        return self.predictor.predict(describe(config), self.hardware).seconds_per_env_step
+
+    def _allocate(self, config: Config, temperature: float) -> tuple[Config, np.ndarray]:
+        """The configuration under its allocation, and the use [R] predicted of it."""
+        use = resources.use_of(self.predictor.predict(describe(config), self.hardware))
+        if not self.trials:  # the baseline has the whole machine: nothing is known of it yet
+            return config, use
+        correction = resources.correction((trial.measurement, trial.predicted_use) for trial in self.trials)
+        self.allocated = resources.next_allocation(self.allocated, use * correction, temperature, self.hardware)
+        cores = self.space.options("allocation.cores")
+        return resources.with_allocation(config, self.allocated, self.hardware, cores), use
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def _ranked(self) -> list[Trial]:
+        """Trials that ran, fastest first."""
+        return sorted((t for t in self.trials if t.seconds is not None), key=lambda t: t.seconds or math.inf)
+
+    def _best(self) -> Trial:
+        best = self._ranked()[0]
+        first = self.trials[0]
+        return best if (first.seconds or math.inf) / (best.seconds or math.inf) >= MIN_GAIN else first
+
+    def _compare(self) -> TuneResult:
+        """The fastest trials against the start, all alive, burst by burst; the start wins unless it is clearly beaten."""
+        finalists = [trial for trial in self._ranked() if trial.number != 0][:FINALISTS]
+        # The start as it was measured: with every core and all the memory it asked for.
+        configs = [Config.from_dict(self.trials[0].config), *(Config.from_dict(trial.config) for trial in finalists)]
+        burst = max(self.burst, self.trials[0].measurement.warmup_seconds or 0.0)
+        left = self.budget - self.elapsed - len(configs) * 0.6 * ((self.trials[0].measurement.compile_seconds or 0.0) + 4.0)
+        rounds = int(min(_MAX_ROUNDS, max(_MIN_ROUNDS, left / (len(configs) * burst))))
+        self.progress.say(f"comparing the best {len(finalists)} with the start, {rounds} rounds in alternation")
+        results = measure_in_alternation(configs, hardware=self.hardware, rounds=rounds, seconds=self.burst)
+        base = results[0]
+        if base.outcome != Outcome.OK:
+            return self._result(self._best(), None, None, finished=False)
+        ratios = [paired_ratio(m, base) if m.outcome == Outcome.OK else 0.0 for m in results[1:]]
+        chosen = int(np.argmax(ratios)) if ratios else -1
+        if chosen < 0 or ratios[chosen] < MIN_GAIN:
+            return self._result(self.trials[0], base, base, finished=True)
+        return self._result(finalists[chosen], base, results[1 + chosen], finished=True)
+
+    def _balance(self, config: Config, measurement: Measurement) -> float | None:
+        """The balance factor of a run; None where it failed."""
+        ran = measurement.outcome == Outcome.OK
+        return resources.balance_of(config, resources.use_of(measurement), self.hardware) if ran else None
+
+    def _with_memory(self, config: Config, measurement: Measurement) -> Config:
+        """The configuration with memory by what it was measured to use, and the cores it was measured with."""
+        use = resources.use_of(measurement)
+        allocated = resources.next_allocation(resources.allocation_of(config, self.hardware), use, 0.0, self.hardware)
+        allocated[0] = config.allocation.cores or self.hardware.cores
+        return resources.with_allocation(config, allocated, self.hardware, ())
+
+    def _result(self, best: Trial, base: Measurement | None, ours: Measurement | None, *, finished: bool) -> TuneResult:
+        config = self._with_memory(Config.from_dict(best.config), ours or best.measurement)
+        factor = self._balance(config, ours or best.measurement)
+        speedup = None
+        if base is not None and ours is not None:
+            speedup = 1.0 if ours is base else paired_ratio(ours, base)
+        result = TuneResult(
+            out=str(self.folder.path),
+            finished=finished,
+            start=self.start,
+            config=config,
+            speedup=speedup,
+            start_measurement=base,
+            measurement=ours,
+            predicted=self.predictor.predict(describe(config), self.hardware).to_dict(),
+            balance=factor,
+            verdict=str(balance.verdict(factor)) if factor is not None else None,
+            seconds=self.elapsed,
+            hardware=self.hardware,
+            history=tuple(self.trials),
+        )
+        self.folder.save_tuned(config)
+        if finished:
+            self.folder.save_result(result.to_dict())
+        draw_history(self.folder.plot_file, self.trials, result.config.env)
+        return result
+
+    def _describe_changes(self, changes: dict[str, Any]) -> str:
+        moved = [f"{path.rpartition('.')[2]}={value}" for path, value in changes.items() if value != get(self.start, path)]
+        return " ".join(moved) or "the start"

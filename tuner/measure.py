@@ -1,0 +1,247 @@
+"""Measuring configurations in subprocesses: each under its allocation, warm-up and compilation apart, failures recorded.
+
+Several workers can live at once and be timed in alternation, so that what else the machine does hits them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from predictor import Hardware, Measurement, Outcome
+from tuner.bridge import Config, concrete, describe
+
+BURST_SECONDS = 0.4
+REPEATS = 5
+TIMEOUT = 180.0
+
+
+class WorkerFailed(Exception):
+    """A worker that has no more answers: ``outcome`` and one line."""
+
+    def __init__(self, outcome: Outcome, error: str):
+        self.outcome, self.error = outcome, error
+        super().__init__(error)
+
+
+class Worker:
+    """A subprocess of ``tuner.worker``. Use as a context manager; it is dead after the block.
+
+    Args:
+      request: the first request.
+      timeout: seconds an answer may take.
+    """
+
+    def __init__(self, request: dict[str, Any], *, timeout: float = TIMEOUT):
+        self._timeout = timeout
+        self._errors = tempfile.TemporaryFile()
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tuner.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is ours to answer
+        )
+        assert self._process.stdout is not None
+        self._buffer = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        self._send(request)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self.kill()
+        self._process.wait()
+        self._selector.close()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            try:
+                stream.close()  # type: ignore[union-attr]
+            except BrokenPipeError:  # what was still to be sent has nobody to go to
+                continue
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends the worker a signal."""
+        os.killpg(self._process.pid, number)
+
+    def _send(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._died()
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Sends a request and waits for its answer. Raises WorkerFailed."""
+        self._send(request)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer. Raises WorkerFailed when there is none in time, or it is a failure."""
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + self._timeout
+        while b"\n" not in self._buffer:
+            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+                raise WorkerFailed(Outcome.TIMEOUT, f"no answer within {self._timeout:g} s")
+            part = os.read(self._process.stdout.fileno(), 65536)
+            if not part:
+                self._died()
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        fields = json.loads(line)
+        if "outcome" in fields:
+            raise WorkerFailed(Outcome(fields["outcome"]), fields["error"])
+        return fields
+
+    def _died(self) -> None:
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        memory = code == -signal.SIGKILL or any("bad_alloc" in line or "out of memory" in line.lower() for line in said[-20:])
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        raise WorkerFailed(Outcome.OUT_OF_MEMORY if memory else Outcome.CRASHED, f"{how}: {said[-1][:200]}" if said else how)
+
+
+class Timing:
+    """One configuration in a worker, and what its bursts measured so far."""
+
+    def __init__(self, config: Config, *, hardware: Hardware, timeout: float):
+        self.config, self.hardware = concrete(config), hardware
+        self.started = time.monotonic()
+        self.bursts: dict[int, list[dict[str, Any]]] = {}  # by loop_count
+        self.ready: dict[str, Any] = {}
+        self.failure: WorkerFailed | None = None
+        request = {"kind": "train", "config": self.config.to_dict(), "allocation": self.config.to_dict().get("allocation", {})}
+        self.worker = Worker(request, timeout=timeout)
+
+    def wait(self) -> None:
+        """Until the program is compiled and warm."""
+        if self.failure is None:
+            try:
+                self.ready = self.worker.answer()
+            except WorkerFailed as failure:
+                self.failure = failure
+
+    def burst(self, seconds: float, loop_count: int | None = None) -> None:
+        """One timed burst, by default at the configuration's loop_count."""
+        loop_count = loop_count or self.config.runtime.loop_count
+        if self.failure is None:
+            try:
+                self.bursts.setdefault(loop_count, []).append(self.worker.ask(seconds=seconds, loop_count=loop_count))
+            except WorkerFailed as failure:
+                self.failure = failure
+
+    def measurement(self, loop_count: int | None = None) -> Measurement:
+        """What was measured at a loop_count."""
+        config = self.config.replace("runtime.loop_count", loop_count) if loop_count else self.config
+        bursts = self.bursts.get(config.runtime.loop_count, [])
+        common: dict[str, Any] = {
+            "hardware": self.hardware,
+            "workload": describe(config),
+            "wall_seconds": time.monotonic() - self.started,
+            **{name: self.ready.get(name) for name in ("compile_seconds", "warmup_seconds")},
+        }
+        if self.failure is not None:
+            return Measurement(outcome=self.failure.outcome, error=self.failure.error, **common)
+        if not all(burst["finite"] for burst in bursts):
+            return Measurement(outcome=Outcome.NONFINITE, error="the loss was not finite", **common)
+
+        def median(name: str) -> float:
+            return statistics.median(burst[name] for burst in bursts)
+
+        seconds = median("seconds_per_env_step")
+        device = [burst["device_peak_bytes"] for burst in bursts if burst["device_peak_bytes"] is not None]
+        return Measurement(
+            outcome=Outcome.OK,
+            seconds_per_env_step=seconds,
+            env_steps_per_second=1.0 / seconds,
+            updates_per_second=median("updates_per_second"),
+            peak_bytes=max(burst["peak_bytes"] for burst in bursts),
+            device_peak_bytes=max(device) if device else None,
+            cpu_use=median("cpu_use"),
+            repeats=tuple(burst["seconds_per_env_step"] for burst in bursts),
+            **common,
+        )
+
+
+def measure_config(
+    config: Config,
+    *,
+    hardware: Hardware,
+    repeats: int = REPEATS,
+    seconds: float = BURST_SECONDS,
+    timeout: float = TIMEOUT,
+    loop_counts: Sequence[int] = (),
+) -> list[Measurement]:
+    """Measures a configuration in a subprocess, under its allocation.
+
+    Args:
+      repeats: timed bursts; the figures are medians.
+      seconds: wall seconds of a burst, about; a cycle of acting and learning that takes longer is not cut.
+      timeout: seconds that compiling, or a burst, may take.
+      loop_counts: measured too, in the same process and in alternation: they share the compiled program.
+
+    Returns:
+      One Measurement for the configuration, and one for each of ``loop_counts``.
+
+    Raises:
+      UserError: a configuration that this machine cannot be asked for.
+    """
+    timing = Timing(config, hardware=hardware, timeout=timeout)
+    with timing.worker:
+        timing.wait()
+        wanted = list(dict.fromkeys([timing.config.runtime.loop_count, *loop_counts]))
+        for _ in range(repeats):
+            for loop_count in wanted:
+                timing.burst(seconds, loop_count)
+        return [timing.measurement(loop_count) for loop_count in wanted]
+
+
+def measure_in_alternation(
+    configs: Sequence[Config],
+    *,
+    hardware: Hardware,
+    rounds: int = 15,
+    seconds: float = BURST_SECONDS,
+    timeout: float = TIMEOUT,
+) -> list[Measurement]:
+    """Measures configurations against one another: all alive, one burst each a round, in an order that turns.
+
+    ``repeats`` of the results are paired: the n-th of each belong to the same round.
+    """
+    timings: list[Timing] = []
+    try:
+        for config in configs:
+            timings.append(Timing(config, hardware=hardware, timeout=timeout))
+            timings[-1].wait()  # one after the other: two compilations at once would fight for the cores
+        for index in range(rounds):
+            for offset in range(len(timings)):
+                timings[(index + offset) % len(timings)].burst(seconds)
+        return [timing.measurement() for timing in timings]
+    finally:
+        for timing in timings:
+            timing.worker.__exit__()
+
+
+def paired_ratio(ours: Measurement, theirs: Measurement) -> float:
+    """How many times faster ``ours`` is: the median over rounds of the ratio of seconds."""
+    return statistics.median(b / a for a, b in zip(ours.repeats, theirs.repeats, strict=True))

@@ -1,0 +1,168 @@
+"""What people see of a tuning: progress on stderr, a table of trials, a plot of the history, closing tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from predictor import Outcome
+from tuner.history import Trial
+
+if TYPE_CHECKING:
+    from tuner.result import TuneResult
+
+
+class Progress:
+    """A bar over the budget and a line a trial, on stderr. Use as a context manager."""
+
+    def __init__(self, budget: float, *, quiet: bool):
+        self._console = Console(stderr=True, quiet=quiet)
+        self._bar = Bar(
+            TextColumn("tuning"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("of {task.fields[budget]:.0f} s"),
+            TextColumn("{task.fields[doing]}"),
+            console=self._console,
+            disable=quiet or not sys.stderr.isatty(),
+            transient=True,
+        )
+        self._task = self._bar.add_task("tuning", total=budget, budget=budget, doing="")
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def trial(self, number: int, role: str, what: str, expected: float, elapsed: float) -> None:
+        """A trial that begins."""
+        self._bar.update(
+            self._task, completed=elapsed, doing=f"trial {number} ({role}): {what}, expecting {1 / expected:,.0f} steps/s"
+        )
+
+    def measured(self, trial: Trial, baseline: Trial) -> None:
+        """A trial that is safely kept."""
+        self._bar.update(self._task, completed=trial.elapsed)
+        self.say(
+            f"{trial.elapsed:6.1f} s  trial {trial.number:2d}  {_result(trial, baseline)}  {trial.role} {moved(trial, baseline)}"
+        )
+
+
+def _result(trial: Trial, baseline: Trial) -> str:
+    if trial.seconds is None:
+        return f"{trial.measurement.outcome}: {trial.measurement.error}"
+    ratio = (baseline.seconds or trial.seconds) / trial.seconds
+    return f"{1 / trial.seconds:9,.0f} steps/s ({ratio:4.2f}x; expected {1 / trial.predicted:,.0f})"
+
+
+def moved(trial: Trial, baseline: Trial) -> str:
+    """What a trial changed of the starting configuration, in short."""
+    return " ".join(f"{p.rpartition('.')[2]}={v}" for p, v in trial.changes.items() if v != baseline.changes[p])
+
+
+def error(predicted: float, trial: Trial) -> float | None:
+    """Relative error of a predicted time; None for a trial that failed."""
+    return abs(predicted / trial.seconds - 1.0) if trial.seconds else None
+
+
+def median_errors(trials: Sequence[Trial]) -> dict[str, float | None]:
+    """Median relative errors over trials after the baseline, by what predicted."""
+    rows = [trial for trial in trials if trial.seconds and trial.number > 0]
+    columns = {
+        "base, uncalibrated": [error(t.predicted_uncalibrated, t) for t in rows],
+        "base, calibrated": [error(t.predicted_base, t) for t in rows],
+        "base and graph network": [error(t.predicted, t) for t in rows],
+    }
+    return {name: float(np.median([e for e in errors if e is not None])) if errors else None for name, errors in columns.items()}
+
+
+def print_trials(trials: Sequence[Trial]) -> None:
+    """Every trial on stdout: what it was, what was expected, what came."""
+    title = (
+        "trials: error of the seconds predicted before each ran, by the base as it comes, calibrated, and with the graph network"
+    )
+    table = Table(title=title, title_justify="left")
+    columns = ("", "role", "steps/s", "base", "calibrated", "graph", "B", "moved from the start")
+    for name in columns:
+        table.add_column(name, justify="left" if name in columns[1::6] else "right", overflow="fold")
+    baseline = trials[0]
+    for trial in trials:
+        errors = [error(p, trial) for p in (trial.predicted_uncalibrated, trial.predicted_base, trial.predicted)]
+        table.add_row(
+            str(trial.number),
+            trial.role,
+            f"{1 / trial.seconds:,.0f}" if trial.seconds else str(trial.measurement.outcome),
+            *(f"{e:.0%}" if e is not None else "" for e in errors),
+            f"{trial.balance:.2f}" if trial.balance is not None else "",
+            moved(trial, baseline),
+        )
+    # Lines that a pipe does not break: a file is wider than a terminal that is not there.
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def closing_rows(result: TuneResult) -> dict[str, Any]:
+    """The rows of the closing table: default against tuned, predicted against measured, allocation, balance."""
+    start, ours = result.start_measurement, result.measurement
+    rows: dict[str, Any] = {}
+    if start is not None and ours is not None and start.seconds_per_env_step and ours.seconds_per_env_step:
+        rows["default"] = f"{1 / start.seconds_per_env_step:,.0f} environment steps/s"
+        rows["tuned"] = f"{1 / ours.seconds_per_env_step:,.0f} environment steps/s, {result.speedup:.2f}x, in alternation"
+        predicted = result.predicted["env_steps_per_second"]
+        rows["predicted"] = f"{predicted:,.0f} environment steps/s, {predicted * ours.seconds_per_env_step - 1:+.0%} of measured"
+    allocation = result.config.allocation
+    rows["allocation"] = f"{allocation.cores} cores of {result.hardware.cores}"
+    if allocation.memory_gib is not None:
+        rows["allocation"] += f", {allocation.memory_gib:g} GiB of {result.hardware.memory_bytes / 2**30:.0f}"
+    if allocation.device_memory is not None:
+        rows["allocation"] += f", {allocation.device_memory:.0%} of the accelerator's memory"
+    if result.balance is not None:
+        rows["balance factor"] = f"{result.balance:.2f} ({result.verdict})"
+    for name, value in median_errors(result.history).items():
+        if value is not None:
+            rows[f"median error: {name}"] = f"{value:.0%}"
+    failed = [trial for trial in result.history if trial.measurement.outcome != Outcome.OK]
+    rows["trials"] = f"{len(result.history)}, {len(failed)} failed, in {result.seconds:.0f} s"
+    return rows
+
+
+def draw_history(path: Path, trials: Sequence[Trial], title: str) -> None:
+    """``tuning.png``: measured and expected speed by trial, and the best so far."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ran = [trial for trial in trials if trial.seconds]
+    numbers = [trial.number for trial in ran]
+    speed = [1 / trial.seconds for trial in ran if trial.seconds]
+    axes.vlines(numbers, speed, [1 / trial.predicted for trial in ran], color="tab:gray", alpha=0.5, linewidth=1)
+    axes.plot(numbers, [1 / trial.predicted for trial in ran], "x", color="tab:gray", label="expected before it ran")
+    for role, color in (("baseline", "black"), ("annealed", "tab:blue"), ("random", "tab:orange"), ("shared", "tab:cyan")):
+        chosen = [(n, v) for n, v, trial in zip(numbers, speed, ran, strict=True) if trial.role == role]
+        if chosen:
+            axes.plot(*zip(*chosen, strict=True), "o", color=color, label=role)
+    axes.step(numbers, np.maximum.accumulate(speed), where="post", color="tab:green", label="best so far")
+    for trial in trials:
+        if trial.seconds is None:
+            axes.axvline(trial.number, color="tab:red", linestyle=":", label="failed")
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # each label once
+    axes.legend(handles.values(), handles.keys(), fontsize="small")
+    axes.set(xlabel="trial", ylabel="environment steps/s", title=f"tuning of {title}", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

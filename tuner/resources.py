@@ -1,0 +1,76 @@
+"""Between configurations, measurements and the vectors [R] of ``allocate`` and ``balance``: cores, memory, device memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from predictor import Hardware, Measurement, Outcome, Prediction
+from tuner import allocate, balance
+from tuner.bridge import Config
+
+_GIB = 2**30
+_MEMORY_GRAIN = 4  # allocations of memory are whole quarters of a GiB
+_DEVICE_MINIMUM = 1.2  # over the predicted peak: below, fragmentation ends a run
+
+
+def _vector(cores: float | None, memory: float | None, device: float | None) -> np.ndarray:
+    """[R] float32; what is unknown is NaN, but no device memory is none."""
+    return np.array([math.nan if x is None else x for x in (cores, memory, device or 0.0)], np.float32)
+
+
+def use_of(figures: Measurement | Prediction) -> np.ndarray:
+    """Measured or predicted use [R]."""
+    return _vector(figures.cpu_use, figures.peak_bytes, figures.device_peak_bytes)
+
+
+def allocation_of(config: Config, hardware: Hardware) -> np.ndarray:
+    """What a configuration is given [R]; all there is where it says nothing."""
+    given, most = config.allocation, np.asarray(limits(hardware).maximum)
+    device = None if given.device_memory is None else given.device_memory * hardware.device_memory_bytes
+    memory = None if given.memory_gib is None else given.memory_gib * _GIB
+    return np.array([m if x is None else x for x, m in zip((given.cores, memory, device), most, strict=True)], np.float32)
+
+
+def limits(hardware: Hardware, use: np.ndarray | None = None) -> allocate.Limits:
+    """What keeps a run of predicted ``use`` [R] alive, and what the machine has."""
+    device = hardware.device_memory_bytes if hardware.platform != "cpu" else 0.0
+    maximum = np.array([hardware.cores, hardware.memory_bytes, device], np.float32)
+    if use is None:
+        return allocate.Limits(np.zeros_like(maximum), maximum)
+    return allocate.Limits(np.array([1.0, use[1] + allocate.SAFETY_BYTES, use[2] * _DEVICE_MINIMUM], np.float32), maximum)
+
+
+def correction(runs: Iterable[tuple[Measurement, Sequence[float]]]) -> np.ndarray:
+    """Measured over predicted use [R], from measurements and the use that was predicted of each."""
+    pairs = [(use_of(measured), predicted) for measured, predicted in runs if measured.outcome == Outcome.OK]
+    if not pairs:
+        return np.ones(len(allocate.RESOURCES), np.float32)
+    measured, predicted = (np.array(x, np.float32) for x in zip(*pairs, strict=True))
+    return np.asarray(allocate.correction(measured, np.where(predicted > 0, predicted, np.nan)))
+
+
+def next_allocation(current: np.ndarray, use: np.ndarray, temperature: float, hardware: Hardware) -> np.ndarray:
+    """A round's allocation [R]: the last one, moved as its balance factor says, kept between the limits."""
+    wanted = allocate.demand(use, np.ones_like(use), temperature)
+    return np.array(allocate.allocate(balance.rebalance(current, wanted), limits(hardware, use)))
+
+
+def with_allocation(config: Config, allocated: np.ndarray, hardware: Hardware, cores: Sequence[int]) -> Config:
+    """The configuration under an allocation [R]; at most the cores it asked for, and a number among ``cores`` if given."""
+    wanted = min(config.allocation.cores or hardware.cores, math.ceil(allocated[0]))
+    memory = min(math.ceil(allocated[1] / _GIB * _MEMORY_GRAIN) / _MEMORY_GRAIN, hardware.memory_bytes / _GIB)
+    changes: dict[str, Any] = {"allocation.memory_gib": memory}
+    changes["allocation.cores"] = min((n for n in cores if n >= wanted), default=wanted)
+    if hardware.platform != "cpu":
+        changes["allocation.device_memory"] = round(float(allocated[2]) / hardware.device_memory_bytes, 3)
+    return config.replace(changes)
+
+
+def balance_of(config: Config, use: np.ndarray, hardware: Hardware) -> float:
+    """B of one run: its allocation over its demand by measured use [R]."""
+    wanted = allocate.demand(use, np.ones(len(allocate.RESOURCES), np.float32), 0.0)
+    return float(balance.balance_factor(allocation_of(config, hardware), wanted))

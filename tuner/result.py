@@ -1,0 +1,83 @@
+"""How a tuning ended, and the time it was given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from predictor import Hardware, Measurement
+from tuner.bridge import Config, UserError
+from tuner.history import Trial
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """How a tuning ended. ``config`` holds the allocation, too."""
+
+    out: str
+    finished: bool  # False when it was interrupted before the comparison; it can be continued
+    start: Config
+    config: Config  # the best: what tuned.toml holds
+    speedup: float | None  # tuned over start, environment steps a second, measured in alternation; 1 for the start itself
+    start_measurement: Measurement | None  # of the alternation
+    measurement: Measurement | None
+    predicted: dict[str, Any]  # Prediction of the tuned configuration, made before the comparison
+    balance: float | None
+    verdict: str | None
+    seconds: float
+    hardware: Hardware
+    history: tuple[Trial, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints and result.json holds: plain values."""
+        start, ours = self.start_measurement, self.measurement
+        return {
+            "out": self.out,
+            "finished": self.finished,
+            "speedup": self.speedup,
+            "start_env_steps_per_second": start.env_steps_per_second if start else None,
+            "tuned_env_steps_per_second": ours.env_steps_per_second if ours else None,
+            "predicted_env_steps_per_second": self.predicted["env_steps_per_second"],
+            "balance_factor": self.balance,
+            "verdict": self.verdict,
+            "trials": len(self.history),
+            "seconds": round(self.seconds, 1),
+            "config": self.config.to_dict(),
+            "start_measurement": start.to_dict() if start else None,
+            "measurement": ours.to_dict() if ours else None,
+            "predicted": self.predicted,
+        }
+
+    @classmethod
+    def from_dict(cls, tree: dict[str, Any], *, start: Config, hardware: Hardware, history: Sequence[Trial]) -> TuneResult:
+        """The result of a tuning that had ended, from :meth:`to_dict` and what else its folder holds. Raises UserError."""
+        try:
+            measured = [
+                Measurement.from_dict(tree[name]) if tree[name] else None for name in ("start_measurement", "measurement")
+            ]
+            return cls(
+                config=Config.from_dict(tree["config"]),
+                start=start,
+                start_measurement=measured[0],
+                measurement=measured[1],
+                hardware=hardware,
+                history=tuple(history),
+                balance=tree["balance_factor"],
+                **{name: tree[name] for name in ("out", "finished", "speedup", "predicted", "verdict", "seconds")},
+            )
+        except (KeyError, ValueError) as error:
+            raise UserError("result.json", None, f"is not a result ({error}); delete it to compare again") from None
+
+
+def parse_budget(text: str | float) -> float:
+    """``"90s"``, ``"4m"``, ``"1.5h"`` or seconds to seconds. Raises UserError unless it is from 10 seconds to 7 days."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    spelled = str(text).strip().lower()
+    try:
+        seconds = float(spelled[:-1]) * units[spelled[-1]] if spelled[-1:] in units else float(spelled)
+    except ValueError:
+        raise UserError("budget", text, "must be a time such as 90s, 4m or 1h", "4m") from None
+    if not 10.0 <= seconds <= 7 * 86400.0:  # NaN fails too
+        raise UserError("budget", text, "must be from 10 seconds to 7 days", "10s" if seconds < 10.0 else "168h")
+    return seconds
