@@ -258,6 +258,11 @@ def learner_resident_bytes(w: Workload) -> Value:
     return 4.0 * w.batch_size * (layers * w.hidden_size + (2.0 * w.unroll_steps + 1.0) * w.num_bins)
 
 
+def saved_bytes(w: Workload) -> Value:
+    """What a checkpoint holds, and its copy in host memory while it is saved: ring, and parameters four times."""
+    return replay_resident_bytes(w) + 4.0 * 4.0 * parameter_count(w)
+
+
 def resident_bytes(workload: Workload) -> jax.Array:
     """Bytes a training program holds on its devices, [...] float32, without those of the process itself.
 

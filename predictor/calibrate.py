@@ -69,7 +69,8 @@ def fit_offsets(measurements: Sequence[Measurement], estimates: Mapping[str, np.
 
     Args:
       measurements: [M], oldest first; those of other kinds of machine are left out.
-      estimates: without offsets, [M] each: ``log_seconds``, ``log_compile``, ``log_warmup``, ``log_cpu``, ``resident_bytes``.
+      estimates: without offsets, [M] each: ``log_seconds``, ``log_compile``, ``log_warmup``, ``log_cpu``, and ``host_bytes``,
+        what the workload holds in the memory of the host.
       before: kept where nothing was measured.
     """
     here = [i for i, m in enumerate(measurements) if m.hardware.id == measurements[-1].hardware.id]
@@ -79,12 +80,12 @@ def fit_offsets(measurements: Sequence[Measurement], estimates: Mapping[str, np.
         differences = [float(np.log(figure) - estimate) for figure, estimate in figures if figure]
         return np.float32(recent_median(differences, float(getattr(before, name))))
 
-    resident = estimates["resident_bytes"]
-    beside = [measurements[i].peak_bytes - float(resident[i]) for i in here if measurements[i].peak_bytes]  # type: ignore[operator]
+    held = estimates["host_bytes"]
+    beside = [measurements[i].peak_bytes - float(held[i]) for i in here if measurements[i].peak_bytes]  # type: ignore[operator]
     process_bytes = max(recent_median(beside, float(before.process_bytes)), 0.0)
 
     def peaks(outcome: Outcome) -> list[float]:
-        return [process_bytes + float(resident[i]) for i in here if measurements[i].outcome is outcome]
+        return [process_bytes + float(held[i]) for i in here if measurements[i].outcome is outcome]
 
     failed, fine = peaks(Outcome.OUT_OF_MEMORY), peaks(Outcome.OK)
     # A hair below the smallest that failed, unless a larger one did not: then memory was short for another reason.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from predictor import artifact, calibrate, model
-from predictor.analytic import PRIOR, STAGES, Rates, Value, combine, hardware_rates, resident_bytes, stages
+from predictor.analytic import PRIOR, STAGES, Rates, Value, combine, hardware_rates, resident_bytes, saved_bytes, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
 from predictor.fit import FitReport, fit
 from predictor.graph import make_graph
@@ -109,6 +109,7 @@ def _estimates(params: Params, workload: Workload, hardware: Rates) -> dict[str,
         "log_warmup": seconds + jnp.log(dispatch_steps),  # the first dispatch
         "log_cpu": 0.5 * jnp.log(jnp.minimum(w.cores, hardware.cores)),
         "resident_bytes": resident_bytes(w),
+        "saved_bytes": saved_bytes(w),
     }
     return {name: jnp.broadcast_to(jnp.asarray(value, jnp.float32), seconds.shape) for name, value in values.items()}
 
@@ -139,6 +140,8 @@ class RuntimePredictor:
             return self
         rows = [_estimates(self.params, m.workload, hardware_rates(m.hardware)) for m in measurements]
         estimates = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
+        on_host = np.array([m.hardware.platform == "cpu" for m in measurements])
+        estimates["host_bytes"] = estimates["saved_bytes"] + np.where(on_host, estimates["resident_bytes"], 0.0)
         offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets)
         return dataclasses.replace(self, params=self.params._replace(offsets=offsets))
 
@@ -151,12 +154,14 @@ class RuntimePredictor:
         )
         on_host = hardware.platform == "cpu"
         held = estimates["resident_bytes"]
-        process = float(self.params.offsets.process_bytes)
-        peak = process + (held if on_host else 0.0)
-        capacity = float(hardware.memory_bytes) if on_host else float(hardware.device_memory_bytes * workload.num_devices)
-        fits = (peak if on_host else held) <= capacity and process + held <= float(self.params.offsets.feasible_bytes)
+        peak = float(self.params.offsets.process_bytes) + estimates["saved_bytes"] + (held if on_host else 0.0)
+        needs = [(peak, float(hardware.memory_bytes)), (peak, float(self.params.offsets.feasible_bytes))]
+        needs += [] if on_host else [(held, float(hardware.device_memory_bytes * workload.num_devices))]
+        short = next((pair for pair in needs if pair[0] > pair[1]), None)
         return Prediction(
-            outcome=Outcome.OK if fits else Outcome.OUT_OF_MEMORY,
+            outcome=Outcome.OK if short is None else Outcome.OUT_OF_MEMORY,
+            error=None if short is None else f"needs {short[0] / 2**30:.1f} GiB of {short[1] / 2**30:.1f}",
+            device_peak_bytes=None if on_host else held,
             seconds_per_env_step=seconds,
             env_steps_per_second=1.0 / seconds,
             updates_per_second=float(workload.replay_ratio / workload.batch_size) / seconds,

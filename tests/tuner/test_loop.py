@@ -16,7 +16,7 @@ from muzerox import Config, UserError
 from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
 from tuner.bridge import describe, load_config
 from tuner.history import TuneDir
-from tuner.loop import space_around
+from tuner.loop import MIN_GAIN, space_around
 from tuner.objective import NO_POINT, energy
 from tuner.report import median_errors
 from tuner.result import parse_budget
@@ -37,7 +37,7 @@ TINY = {
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuner.TuneResult:
     config = Config.preset("gymnax:CartPole-v1").replace(TINY)
     out = tmp_path_factory.mktemp("tuning") / "t"
-    return tuner.tune(config, budget="10m", max_trials=3, out=out, burst=0.05, quiet=True)
+    return tuner.tune(config, budget="10m", max_trials=2, out=out, burst=0.05, quiet=True)
 
 
 def test_it_measures_the_start_first_and_then_others(tuned: tuner.TuneResult) -> None:
@@ -61,10 +61,10 @@ def test_every_trial_says_what_was_expected_of_it(tuned: tuner.TuneResult) -> No
     assert all(value is not None and value >= 0 for value in errors.values())
 
 
-def test_a_start_that_dispatches_one_update_at_a_time_is_beaten(tuned: tuner.TuneResult) -> None:
+def test_what_is_tuned_was_not_slower_and_learns_the_same(tuned: tuner.TuneResult) -> None:
     assert tuned.finished
     assert tuned.speedup is not None
-    assert tuned.speedup > 1.0
+    assert tuned.speedup == 1.0 or tuned.speedup >= MIN_GAIN  # the start, or what clearly beat it
     assert tuned.start_measurement is not None
     assert tuned.measurement is not None
     assert len(tuned.measurement.repeats) == len(tuned.start_measurement.repeats)  # paired: in alternation
@@ -79,7 +79,7 @@ def test_the_tuned_configuration_is_complete_and_the_folder_tells(tuned: tuner.T
     assert load_config(folder / "tuned.toml") == tuned.config
     assert tuned.config.env == "gymnax:CartPole-v1"
     assert tuned.config.allocation.cores is not None
-    assert tuned.config.allocation.memory_gib is not None or tuned.speedup == 1.0  # the start had all of it
+    assert tuned.config.allocation.memory_gib is not None
     assert (folder / "tuning.png").read_bytes().startswith(b"\x89PNG")
     told = json.loads((folder / "result.json").read_text())
     assert told["speedup"] == tuned.speedup
@@ -90,7 +90,7 @@ def test_the_tuned_configuration_is_complete_and_the_folder_tells(tuned: tuner.T
 def test_a_tuning_that_spent_its_budget_says_so_and_measures_nothing(tuned: tuner.TuneResult, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tuned.out, copy)
-    again = tuner.tune(Config.preset("gymnax:CartPole-v1").replace(TINY), budget="10m", max_trials=3, out=copy, quiet=True)
+    again = tuner.tune(Config.preset("gymnax:CartPole-v1").replace(TINY), budget="10m", max_trials=2, out=copy, quiet=True)
     assert (again.config, again.speedup, len(again.history)) == (tuned.config, tuned.speedup, len(tuned.history))
 
 
