@@ -24,11 +24,13 @@ def random_start(env: str, seed: int) -> Any:
 
     from muzerox import Config
     from tuner.bridge import concrete
+    from tuner.fingerprint import fingerprint
     from tuner.loop import space_around
     from tuner.space import feasible, workloads
 
-    preset = concrete(Config.preset(env))
-    space = space_around(preset, "neutral")
+    hardware = fingerprint()
+    preset = concrete(Config.preset(env), hardware.platform)
+    space = space_around(preset, "neutral", hardware.platform)
     rng = np.random.default_rng(seed)
     while True:
         point = rng.integers(0, space.sizes).astype(np.int32)

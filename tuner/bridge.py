@@ -27,7 +27,7 @@ from muzerox.config_io import load as load_config
 from muzerox.envs import make_env
 from muzerox.errors import ConfigError, RunFailed, UserError
 from muzerox.networks import make_model
-from muzerox.precision import POLICIES, resolve
+from muzerox.precision import POLICIES, default_level, resolve
 from muzerox.report import print_table
 from muzerox.run_dir import RunDir, write_atomically
 from muzerox.runtimes import make_runtime
@@ -54,6 +54,7 @@ __all__ = [
     "concrete",
     "describe",
     "device_facts",
+    "enable_cache",
     "get",
     "home",
     "load_config",
@@ -68,9 +69,14 @@ __all__ = [
 WARMUP_SHARE = 0.02
 
 
-def concrete(config: Config) -> Config:
-    """The configuration with ``auto`` and absent values that a knob needs replaced by what they mean on this machine."""
-    changes: dict[str, Any] = {f"precision.{k}": v for k, v in dataclasses.asdict(resolve(config.precision)).items()}
+def concrete(config: Config, platform: str) -> Config:
+    """The configuration with ``auto`` and absent values that a knob needs replaced by what they mean on this machine.
+
+    ``platform`` is the measured machine's: this process may well be kept off its accelerator.
+    """
+    level = config.precision.level if config.precision.level != "auto" else default_level(platform)
+    precision = resolve(dataclasses.replace(config.precision, level=level))
+    changes: dict[str, Any] = {f"precision.{k}": v for k, v in dataclasses.asdict(precision).items()}
     if config.allocation.cores is None:
         changes["allocation.cores"] = len(available_cores())
     return config.replace(changes)
@@ -101,9 +107,9 @@ def bounded_num_envs(config: Config) -> int:
     return max(config.runtime.num_envs, int(WARMUP_SHARE * config.train.max_env_steps) // rows)
 
 
-def valid(config: Config, path: str, value: Any) -> bool:
-    """Whether the configuration may take ``value`` at ``path`` on this machine, other knobs aside."""
-    if path == "replay.placement" and value == "host" and jax.default_backend() == "cpu":
+def valid(config: Config, path: str, value: Any, platform: str) -> bool:
+    """Whether the configuration may take ``value`` at ``path`` on a machine of ``platform``, other knobs aside."""
+    if path == "replay.placement" and value == "host" and platform == "cpu":
         return False  # the device's memory is the host's
     try:
         # Knobs that depend on one another are freed first: the space rules on their combinations.
@@ -115,12 +121,11 @@ def valid(config: Config, path: str, value: Any) -> bool:
 
 
 def describe(config: Config) -> Workload:
-    """A configuration in numbers; nothing of it is run, its networks are only traced.
+    """A concrete configuration in numbers; nothing of it is run, its networks are only traced.
 
     Raises:
       UserError: an environment that cannot be served or does not fit the networks.
     """
-    config = concrete(config)
     spec = make_env(config.env).spec
     policy = POLICIES[config.precision.level]
     model = make_model(config.network, spec, policy)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -160,9 +161,10 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _predict(args: argparse.Namespace) -> int:
     from predictor import RuntimePredictor
-    from tuner.bridge import allocation_checked, concrete, describe
+    from tuner.bridge import allocation_checked, concrete, describe, enable_cache
     from tuner.fingerprint import fingerprint
     from tuner.history import shared_measurements
+    from tuner.loop import HISTORY
 
     _stay_off_the_accelerator()
     config = allocation_checked(make_config(args))
@@ -170,10 +172,11 @@ def _predict(args: argparse.Namespace) -> int:
     history = shared_measurements(hardware.id)
     model = RuntimePredictor()
     if history:
-        model = model.fit(history).calibrate(history)
+        enable_cache()
+        model = model.fit(history[-HISTORY:]).calibrate(history)
     else:
         print("no measurement of this machine yet: muzerox measure makes one, and predictions better", file=sys.stderr)
-    prediction = model.predict(describe(concrete(config)), hardware)
+    prediction = model.predict(describe(concrete(config, hardware.platform)), hardware)
     _print_figures(f"muzerox predict: {config.env}, from {len(history)} measurements", _figures(prediction), as_json=args.json)
     return 0
 
@@ -264,11 +267,19 @@ def _train_in_child(config: Path, out: Path, *, as_json: bool) -> tuple[int, str
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     command = [sys.executable, "-m", "muzerox", "train", "--config", str(config), "--out", str(out)]
     stdout = subprocess.PIPE if as_json else None
-    done = subprocess.run([*command, "--json"] if as_json else command, stdout=stdout, text=True, check=False)
+    process = subprocess.Popen([*command, "--json"] if as_json else command, stdout=stdout, text=True)
+    # The child answers signals by saving. A terminal sends Ctrl-C to both; what only we are sent is passed on.
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        said, _ = process.communicate()
+    finally:
+        for number, before_us in previous.items():
+            signal.signal(number, before_us)
     after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - start
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     peak = float(after.ru_maxrss * 1024)  # of the largest child, which is this one: it does what a measured one does, and saves
-    return done.returncode, done.stdout or "", np.array([cpu / seconds, peak, 0.0], np.float32)
+    return process.returncode, said or "", np.array([cpu / seconds, peak, 0.0], np.float32)
 
 
 TRAIN_TUNE = Extension(extends="train", add_arguments=_train_tune_arguments, wrap=_train_tuned)

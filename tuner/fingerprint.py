@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -77,8 +78,14 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
 
 
-def fingerprint(*, again: bool = False) -> Hardware:
+def _whisper(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def fingerprint(*, again: bool = False, say: Callable[[str], None] = _whisper) -> Hardware:
     """This machine's Hardware: kept under ``MUZEROX_HOME/hardware`` after the first time, unless ``again``.
+
+    ``say`` takes the one line that says it is being measured; by default it goes to stderr.
 
     Raises:
       WorkerFailed: the device could not be used.
@@ -91,6 +98,7 @@ def fingerprint(*, again: bool = False) -> Hardware:
             return Hardware.from_dict(json.loads(file.read_text("utf-8")))
         except (SchemaError, ValueError):
             file.unlink()  # of an older version, or damaged: measured anew
+    say("measuring the machine, once: a few seconds")
     with Worker({"kind": "fingerprint", "allocation": {}}) as worker:
         hardware = Hardware.from_dict(worker.answer())
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from predictor import Measurement, SchemaError, Store
-from tuner.bridge import Config, UserError, home, load_config, toml, write_atomically
+from tuner.bridge import Config, RunDir, UserError, home, load_config, toml, write_atomically
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,20 +65,24 @@ class TuneDir:
         self.plot_file = self.path / "tuning.png"
         self._trials: Store | None = None
 
+    def check(self) -> None:
+        """Raises UserError when the folder holds something else than a tuning, or cannot be written. Writes nothing."""
+        if not self.start_file.exists():
+            RunDir(self.path).check_new()
+
     def create(self, config: Config) -> None:
         """Makes the folder and writes the starting configuration, or checks that it is the one already there.
 
         Raises:
           UserError: it holds something else, or cannot be written.
         """
+        self.check()
         try:
             if self.start_file.exists():
                 if load_config(self.start_file) != config:
                     rule = "holds a tuning that started from another configuration; give another --out"
                     raise UserError("--out", str(self.path), rule)
                 return
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-                raise UserError("--out", str(self.path), "exists and is not an empty directory")
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.start_file, toml(config))
         except OSError as error:

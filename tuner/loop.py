@@ -6,6 +6,7 @@ allocation and is measured; its balance factor shapes the next round's allocatio
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -17,9 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from predictor import Hardware, Measurement, Outcome, RuntimePredictor, hardware_rates
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor, hardware_rates, stack
 from tuner import anneal, balance, resources
-from tuner.bridge import Config, UserError, allocation_checked, bounded_num_envs, concrete, describe, get, valid
+from tuner.bridge import (
+    Config,
+    UserError,
+    allocation_checked,
+    bounded_num_envs,
+    concrete,
+    describe,
+    enable_cache,
+    get,
+    valid,
+)
 from tuner.fingerprint import fingerprint
 from tuner.history import Trial, TuneDir, shared_measurements, shared_store
 from tuner.measure import BURST_SECONDS, measure_config, measure_in_alternation, paired_ratio
@@ -33,6 +44,7 @@ FINAL_TEMPERATURE = 0.05  # relative to the first: rounds end here if the budget
 RANDOM_EVERY = 5  # one trial in so many is drawn at random: the predictor would never see what it thinks is bad
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
 FINALISTS = 2
+HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
 _MIN_ROUNDS, _MAX_ROUNDS = 7, 25  # of the alternation
 
 
@@ -64,28 +76,37 @@ def tune(
     began, seconds = time.monotonic(), parse_budget(budget)
     if max_trials is not None and max_trials < 1:
         raise UserError("max_trials", max_trials, "must be at least 1", 1)
-    start = concrete(allocation_checked(config))
-    describe(start)  # an environment that cannot be served is refused before anything is written
+    describe(concrete(allocation_checked(config), "cpu"))  # what cannot be served is refused before anything is written
     folder = TuneDir(out)
-    folder.create(start)
-    with folder.lock(), Progress(seconds, quiet=quiet) as progress, _on_cpu():
-        progress.say("measuring the machine")
-        hardware = fingerprint()
-        tuning = _Tuning(start, space_around(start, effect), hardware, folder, seconds, seed, progress)
+    folder.check()
+    enable_cache()  # annealer and predictor are programs, too
+    with Progress(seconds, quiet=quiet) as progress, _on_cpu():
+        hardware = fingerprint(say=progress.say)
+        start = concrete(config, hardware.platform)
+        folder.create(start)
+        progress.enter(folder.lock())
+        tuning = _Tuning(start, space_around(start, effect, hardware.platform), hardware, folder, seconds, seed, progress)
         tuning.began, tuning.max_trials, tuning.burst = began, max_trials or tuning.max_trials, burst
         return tuning.run()
 
 
-def space_around(start: Config, effect: str) -> Space:
-    """The grid that a tuning from ``start`` searches: knobs up to ``effect``, with the choices this machine has."""
+def space_around(start: Config, effect: str, platform: str) -> Space:
+    """The grid that a tuning from ``start`` (concrete) searches: knobs up to ``effect``, with the choices this machine has."""
     knobs = knobs_up_to(effect)
     values = {knob.path: get(start, knob.path) for knob in knobs}
-    return make_space(knobs, values, describe(start), lambda path, value: valid(start, path, value), bounded_num_envs(start))
+
+    def can(path: str, value: Any) -> bool:
+        return valid(start, path, value, platform)
+
+    return make_space(knobs, values, describe(start), can, bounded_num_envs(start))
 
 
 def _on_cpu() -> Any:
     """Annealing and predicting stay off the accelerator, which belongs to what is measured."""
-    return jax.default_device(jax.devices("cpu")[0])
+    try:
+        return jax.default_device(jax.devices("cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves the host out
+        return contextlib.nullcontext()
 
 
 class _Tuning:
@@ -101,8 +122,9 @@ class _Tuning:
         self.began, self.max_trials, self.burst = time.monotonic(), sys.maxsize, BURST_SECONDS
         self.store = shared_store(hardware.id)
         seen = [trial.measurement for trial in self.trials]
-        self.elsewhere = [m for m in shared_measurements(hardware.id) if m not in seen]
+        self.elsewhere = [m for m in shared_measurements(hardware.id)[-HISTORY:] if m not in seen]
         self.allocated = np.asarray(resources.limits(hardware).maximum)
+        self.covered: list[tuple[int, ...]] = []  # points that would be measured as others were
         self.predictor = RuntimePredictor()
 
     # Time ------------------------------------------------------------------------------------------------------------
@@ -152,7 +174,9 @@ class _Tuning:
 
     def _baseline(self) -> None:
         self.progress.say("measuring the initial configuration")
-        self._measure(self.space.start, "baseline", temperature=1.0)
+        # It has the whole machine: nothing is known of it yet.
+        use = resources.use_of(self.predictor.predict(describe(self.start), self.hardware))
+        self._measure(self.start, use, "baseline", temperature=1.0)
 
     def _require_baseline(self) -> None:
         first = self.trials[0].measurement
@@ -169,21 +193,30 @@ class _Tuning:
         """Proposes, allocates, measures, balances, learns. False when every feasible point was measured."""
         temperature = COOLING ** (number - 1)
         role = "random" if number % RANDOM_EVERY == 0 else "annealed"
-        point = self._propose(number, role)
-        if point is None:
-            return False
-        self._measure(point, role, temperature=temperature)
-        self._learn()
-        return True
+        while (point := self._propose(number, role)) is not None:
+            config, use = self._allocate(self.start.replace(self.space.decode(point)), temperature)
+            changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
+            fresh = self._program(changes) not in map(self._program, (trial.changes for trial in self.trials))
+            if fresh:
+                self._measure(config, use, role, temperature=temperature)
+                self._learn()
+                return True
+            self.covered.append(point)  # with the cores it would be given, it is a point that was measured
+        return False
+
+    def _program(self, changes: dict[str, Any]) -> tuple[Any, ...]:
+        """What of a point needs a process of its own: all but the knobs that are arguments of the compiled program."""
+        return tuple(changes[knob.path] for knob in self.space.knobs if knob.cost != "live")
 
     def _measured_points(self) -> jax.Array:
         """int32 [M, D], ``ANY`` for knobs that share a compiled program: a process has timed the best of those.
 
         M is a power of two, so that few programs are compiled; filled up with what is no point.
         """
-        points = np.full((2 ** math.ceil(math.log2(max(len(self.trials), 16))), len(self.space.knobs)), NO_POINT, np.int32)
-        points[: len(self.trials)] = [self.space.encode(trial.changes) for trial in self.trials]
-        points[: len(self.trials), [knob.cost == "live" for knob in self.space.knobs]] = ANY
+        known = [*(self.space.encode(trial.changes) for trial in self.trials), *self.covered]
+        points = np.full((2 ** math.ceil(math.log2(max(len(known), 16))), len(self.space.knobs)), NO_POINT, np.int32)
+        points[: len(known)] = known
+        points[: len(known), [knob.cost == "live" for knob in self.space.knobs]] = ANY
         return jnp.asarray(points)
 
     def _propose(self, number: int, role: str) -> tuple[int, ...] | None:
@@ -207,11 +240,9 @@ class _Tuning:
         index = int(np.argmin(energies))
         return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
 
-    def _measure(self, point: tuple[int, ...], role: str, *, temperature: float) -> None:
-        """Measures a point under its allocation, and keeps it, together with what shares its compiled program."""
-        changes = self.space.decode(point)
-        config, use = self._allocate(self.start.replace(changes), temperature)
-        changes = {path: get(config, path) for path in changes}  # fewer cores than the point asked for, perhaps
+    def _measure(self, config: Config, use: np.ndarray, role: str, *, temperature: float) -> None:
+        """Measures a configuration under its allocation, and keeps it, together with what shares its compiled program."""
+        changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
         number = len(self.trials)
         first = self.trials[0].measurement.wall_seconds if self.trials else 60.0
         self.progress.trial(number, role, self._describe_changes(changes), self._expected(config), self.elapsed)
@@ -221,7 +252,7 @@ class _Tuning:
             hardware=self.hardware,
             seconds=self.burst,
             timeout=max(30.0, 3.0 * first),
-            loop_counts=self._shared_settings(changes),
+            loop_counts=self._shared_settings(config),
         )
         share = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):
@@ -246,14 +277,16 @@ class _Tuning:
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
 
-    def _shared_settings(self, changes: dict[str, Any]) -> list[int]:
+    def _shared_settings(self, config: Config) -> list[int]:
         """Other loop_counts to be timed in the same process: the one expected to be best, and the farthest off."""
-        path = "runtime.loop_count"
-        others = [n for n in self.space.options(path) if n != changes[path]]
+        own, workload = config.runtime.loop_count, describe(config)
+        others = [n for n in self.space.options("runtime.loop_count") if n != own]
         if not others:
             return []
-        best = min(others, key=lambda n: self._expected(self.start.replace({**changes, path: n})))
-        farthest = max(others, key=lambda n: abs(math.log(n / changes[path])))
+        workloads = [dataclasses.replace(workload, loop_count=float(n)) for n in others]
+        seconds = np.asarray(self.predictor.log_seconds(stack(workloads), self.hardware))
+        best = others[int(np.argmin(seconds))]
+        farthest = max(others, key=lambda n: abs(math.log(n / own)))
         return list(dict.fromkeys([best, farthest]))
 
     def _predictions(self, config: Config) -> tuple[float, float, float]:
@@ -272,8 +305,6 @@ class _Tuning:
     def _allocate(self, config: Config, temperature: float) -> tuple[Config, np.ndarray]:
         """The configuration under its allocation, and the use [R] predicted of it."""
         use = resources.use_of(self.predictor.predict(describe(config), self.hardware))
-        if not self.trials:  # the baseline has the whole machine: nothing is known of it yet
-            return config, use
         correction = resources.correction((trial.measurement, trial.predicted_use) for trial in self.trials)
         self.allocated = resources.next_allocation(self.allocated, use * correction, temperature, self.hardware)
         cores = self.space.options("allocation.cores")
@@ -292,7 +323,9 @@ class _Tuning:
 
     def _compare(self) -> TuneResult:
         """The fastest trials against the start, all alive, burst by burst; the start wins unless it is clearly beaten."""
-        finalists = [trial for trial in self._ranked() if trial.number != 0][:FINALISTS]
+        # The fastest of each process: the others that it timed differ from it by little.
+        by_program = {self._program(trial.changes): trial for trial in reversed(self._ranked()) if trial.number != 0}
+        finalists = sorted(by_program.values(), key=lambda trial: trial.seconds or math.inf)[:FINALISTS]
         # The start as it was measured: with every core and all the memory it asked for.
         configs = [Config.from_dict(self.trials[0].config), *(Config.from_dict(trial.config) for trial in finalists)]
         burst = max(self.burst, self.trials[0].measurement.warmup_seconds or 0.0)

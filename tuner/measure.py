@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from predictor import Hardware, Measurement, Outcome
-from tuner.bridge import Config, concrete, describe
+from tuner.bridge import Config, RunFailed, concrete, describe
 
 BURST_SECONDS = 0.4
 REPEATS = 5
 TIMEOUT = 180.0
 
 
-class WorkerFailed(Exception):
+class WorkerFailed(RunFailed):
     """A worker that has no more answers: ``outcome`` and one line."""
 
     def __init__(self, outcome: Outcome, error: str):
@@ -63,6 +63,10 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the process; it may have ended before."""
         if self._process.poll() is None:
             self.kill()
         self._process.wait()
@@ -125,7 +129,7 @@ class Timing:
     """One configuration in a worker, and what its bursts measured so far."""
 
     def __init__(self, config: Config, *, hardware: Hardware, timeout: float):
-        self.config, self.hardware = concrete(config), hardware
+        self.config, self.hardware = concrete(config, hardware.platform), hardware
         self.started = time.monotonic()
         self.bursts: dict[int, list[dict[str, Any]]] = {}  # by loop_count
         self.ready: dict[str, Any] = {}
@@ -139,7 +143,7 @@ class Timing:
             try:
                 self.ready = self.worker.answer()
             except WorkerFailed as failure:
-                self.failure = failure
+                self._failed(failure)
 
     def burst(self, seconds: float, loop_count: int | None = None) -> None:
         """One timed burst, by default at the configuration's loop_count."""
@@ -148,7 +152,11 @@ class Timing:
             try:
                 self.bursts.setdefault(loop_count, []).append(self.worker.ask(seconds=seconds, loop_count=loop_count))
             except WorkerFailed as failure:
-                self.failure = failure
+                self._failed(failure)
+
+    def _failed(self, failure: WorkerFailed) -> None:
+        self.failure = failure
+        self.worker.stop()  # one that hangs would disturb those that are timed beside it
 
     def measurement(self, loop_count: int | None = None) -> Measurement:
         """What was measured at a loop_count."""
@@ -239,7 +247,7 @@ def measure_in_alternation(
         return [timing.measurement() for timing in timings]
     finally:
         for timing in timings:
-            timing.worker.__exit__()
+            timing.worker.stop()
 
 
 def paired_ratio(ours: Measurement, theirs: Measurement) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -24,7 +25,7 @@ class Progress:
     """A bar over the budget and a line a trial, on stderr. Use as a context manager."""
 
     def __init__(self, budget: float, *, quiet: bool):
-        self._console = Console(stderr=True, quiet=quiet)
+        self._console, self._stack = Console(stderr=True, quiet=quiet), ExitStack()
         self._bar = Bar(
             TextColumn("tuning"),
             BarColumn(),
@@ -42,7 +43,12 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stack.close()
         self._bar.stop()
+
+    def enter(self, held: IO[str]) -> None:
+        """Closes ``held`` when the tuning ends."""
+        self._stack.enter_context(held)
 
     def say(self, text: str) -> None:
         """One line."""

@@ -109,7 +109,7 @@ def test_a_baseline_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> Non
 
 def test_the_energy_is_the_predicted_time_and_a_small_price(tuned: tuner.TuneResult) -> None:
 
-    space = space_around(tuned.start, "neutral")
+    space = space_around(tuned.start, "neutral", "cpu")
     predictor = RuntimePredictor().fit([trial.measurement for trial in tuned.history])
     rates = hardware_rates(tuned.hardware)
     points = np.stack([space.encode(trial.changes) for trial in tuned.history]).astype(np.int32)

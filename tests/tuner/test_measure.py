@@ -39,7 +39,7 @@ def test_a_measurement_says_what_a_run_costs(tiny: Config, machine: Hardware) ->
         assert 0.1 < measurement.cpu_use < 1.2  # it was given one core
         assert measurement.wall_seconds > measurement.compile_seconds
         assert Measurement.from_dict(json.loads(json.dumps(measurement.to_dict()))) == measurement
-    assert first.workload == describe(concrete(config))
+    assert first.workload == describe(concrete(config, "cpu"))
 
 
 def test_the_allocation_is_taken_before_jax_starts() -> None:

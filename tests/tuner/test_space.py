@@ -17,7 +17,7 @@ from tuner.space import EFFECTS, KNOBS, Space, feasible, workloads
 
 
 def space_of(config: Config, effect: str = "neutral") -> Space:
-    return space_around(concrete(config), effect)
+    return space_around(concrete(config, "cpu"), effect, "cpu")
 
 
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.path)
@@ -37,7 +37,7 @@ def test_every_knob_is_a_key_whose_choices_the_configuration_takes(knob: Any) ->
 @pytest.mark.parametrize("knob", [k for k in KNOBS if len(k.choices) > 1], ids=lambda knob: knob.path)
 def test_a_choice_sets_in_the_workload_what_the_bridge_reads_from_the_configuration(knob: Any) -> None:
     """The annealer's view of a candidate, and the one of the configuration it becomes, are the same."""
-    start = concrete(Config.preset("gymnax:CartPole-v1").replace({"replay.capacity": 10**8}))
+    start = concrete(Config.preset("gymnax:CartPole-v1").replace({"replay.capacity": 10**8}), "cpu")
     base = describe(start)
     for choice in knob.choices[:4]:
         changes = {knob.path: choice}
@@ -73,7 +73,7 @@ def test_learning_knobs_stay_fixed_unless_asked_for() -> None:
 
 
 def test_batches_of_points_are_workloads_of_their_configurations() -> None:
-    start = concrete(Config.preset("gymnax:CartPole-v1"))
+    start = concrete(Config.preset("gymnax:CartPole-v1"), "cpu")
     space = space_of(start)
     rng = np.random.default_rng(1)
     points = rng.integers(0, space.sizes, (64, len(space.sizes))).astype(np.int32)
