@@ -33,7 +33,7 @@ from tuner.bridge import (
 )
 from tuner.fingerprint import fingerprint
 from tuner.history import Trial, TuneDir, shared_measurements, shared_store
-from tuner.measure import BURST_SECONDS, measure_config, measure_in_alternation, paired_ratio
+from tuner.measure import BURST_SECONDS, clearly_faster, measure_config, measure_in_alternation, paired_ratio
 from tuner.objective import ANY, NO_POINT, energy
 from tuner.report import Progress, draw_history
 from tuner.result import TuneResult, parse_budget
@@ -338,7 +338,7 @@ class _Tuning:
             return self._result(self._best(), None, None, finished=False)
         ratios = [paired_ratio(m, base) if m.outcome == Outcome.OK else 0.0 for m in results[1:]]
         chosen = int(np.argmax(ratios)) if ratios else -1
-        if chosen < 0 or ratios[chosen] < MIN_GAIN:
+        if chosen < 0 or ratios[chosen] == 0.0 or not clearly_faster(results[1 + chosen], base, MIN_GAIN):
             return self._result(self.trials[0], base, base, finished=True)
         return self._result(finalists[chosen], base, results[1 + chosen], finished=True)
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from predictor import Hardware, Measurement, Outcome
+from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.bridge import Config, concrete, describe
 from tuner.flops import count_cost
-from tuner.measure import Timing, Worker, WorkerFailed, measure_config, measure_in_alternation, paired_ratio
+from tuner.measure import Timing, Worker, WorkerFailed, clearly_faster, measure_config, measure_in_alternation, paired_ratio
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -61,6 +61,24 @@ def test_alternation_pairs_the_rounds(tiny: Config, machine: Hardware) -> None:
     ratios = sorted(b / a for a, b in zip(fast.repeats, slower.repeats, strict=True))
     assert paired_ratio(fast, slower) == ratios[2]
     assert paired_ratio(slower, fast) == pytest.approx(1.0 / ratios[2])
+
+
+@pytest.mark.parametrize(
+    ("ours", "faster"),
+    [
+        ([0.9] * 7, True),
+        ([0.9] * 6 + [1.1], False),  # 6 of 7: p = 0.0625
+        ([0.9] * 12 + [1.1] * 3, True),  # 12 of 15: p = 0.018
+        ([0.9] * 10 + [1.1] * 5, False),
+        ([0.99] * 15, False),  # surely, but by too little
+        ([0.9] * 3, False),  # too few rounds to tell
+    ],
+)
+def test_clearly_faster_is_more_than_luck(ours: list[float], faster: bool, machine: Hardware, workload: Workload) -> None:
+    def measured(repeats: list[float]) -> Measurement:
+        return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, repeats=tuple(repeats))
+
+    assert clearly_faster(measured(ours), measured([1.0] * len(ours)), 1.02) == faster
 
 
 def test_a_run_beyond_its_memory_is_a_row(tiny: Config, machine: Hardware) -> None:
