@@ -268,7 +268,7 @@ def _train_in_child(config: Path, out: Path, *, as_json: bool) -> tuple[int, str
     command = [sys.executable, "-m", "muzerox", "train", "--config", str(config), "--out", str(out)]
     stdout = subprocess.PIPE if as_json else None
     process = subprocess.Popen([*command, "--json"] if as_json else command, stdout=stdout, text=True)
-    # The child answers signals by saving. A terminal sends Ctrl-C to both; what only we are sent is passed on.
+    # The child answers both by saving. A terminal sends it Ctrl-C itself, and a second would end it at once: not passed on.
     handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
