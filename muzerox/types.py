@@ -156,7 +156,12 @@ class Report:
 
 class Runtime(NamedTuple):
     """Where training runs. ``init(key) -> state``; ``run(state, n, loop_count) -> (state, Report)`` makes n dispatches of
-    ``loop_count`` updates each (by default ``runtime.loop_count``; another number compiles nothing); ``state`` is donated."""
+    ``loop_count`` updates each (by default ``runtime.loop_count``; another number compiles nothing); ``state`` is donated.
+
+    ``prefill(state) -> state`` stands in for the rows that the first update waits for, none of them played: for timing, which
+    does not depend on what they hold. ``state`` is donated.
+    """
 
     init: Callable[[jax.Array], Any]
     run: Callable[..., tuple[Any, Report]]
+    prefill: Callable[[Any], Any]

@@ -179,7 +179,8 @@ class Session:
         self.config = config = config.replace({f"precision.{k}": v for k, v in vars(resolve(config.precision)).items()})
         env = make_env(config.env)
         self._runtime = make_runtime(config, env, make_algorithm(config, env.spec))
-        self._state = self._runtime.init(jax.random.key(config.seed))
+        # Playing the first rows can take minutes, and tells nothing of the pace that follows.
+        self._state = self._runtime.prefill(self._runtime.init(jax.random.key(config.seed)))
         self._state, self._report = self._runtime.run(self._state, 1, 1)
         self.compile_seconds = time.perf_counter() - start
         # Saving a checkpoint copies the state: a training needs that much more than the bursts that are timed here.

@@ -45,7 +45,8 @@ RANDOM_EVERY = 5  # one trial in so many is drawn at random: the predictor would
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
 FINALISTS = 2
 HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
-_MIN_ROUNDS, _MAX_ROUNDS = 7, 25  # of the alternation
+_MIN_ROUNDS, _MAX_ROUNDS = 9, 25  # of the alternation
+_STARTING, _FROM_CACHE = 2.0, 0.4  # seconds of a worker's start, and the share of compiling that is left with a warm cache
 
 
 def tune(
@@ -134,18 +135,19 @@ class _Tuning:
         """Seconds spent on this tuning by all processes."""
         return self.spent_before + time.monotonic() - self.began
 
-    def _reserve(self) -> float:
-        """Seconds to keep for the comparison at the end."""
-        baseline = self.trials[0].measurement
-        burst = max(self.burst, baseline.warmup_seconds or 0.0)
-        started = 0.6 * ((baseline.compile_seconds or 0.0) + 4.0)  # the program comes from the compilation cache
-        return (1 + FINALISTS) * (started + _MIN_ROUNDS * burst) + 2.0
+    def _comparing_seconds(self, rounds: int) -> tuple[float, float]:
+        """Seconds until the start and its rivals are up, and seconds of ``rounds`` of bursts of them all."""
+        trials = [self.trials[0], *self._finalists()]
+        trials += [self.trials[0]] * (1 + FINALISTS - len(trials))  # rivals to be found yet
+        ready = [_STARTING + _FROM_CACHE * (trial.measurement.compile_seconds or 0.0) for trial in trials]
+        burst = [max(self.burst, trial.measurement.warmup_seconds or 0.0) for trial in trials]
+        return sum(ready), rounds * sum(burst)
 
     def _next_fits(self) -> bool:
         walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
         if len(walls) >= self.max_trials or COOLING ** (len(walls) - 1) <= FINAL_TEMPERATURE:
             return False
-        return self.elapsed + 1.2 * float(np.median(walls)) + self._reserve() < self.budget
+        return self.elapsed + 1.2 * float(np.median(walls)) + sum(self._comparing_seconds(_MIN_ROUNDS)) < self.budget
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 
@@ -321,16 +323,18 @@ class _Tuning:
         first = self.trials[0]
         return best if (first.seconds or math.inf) / (best.seconds or math.inf) >= MIN_GAIN else first
 
+    def _finalists(self) -> list[Trial]:
+        """The fastest trials, one of each process: the others that it timed differ from it by little."""
+        by_program = {self._program(trial.changes): trial for trial in reversed(self._ranked()) if trial.number != 0}
+        return sorted(by_program.values(), key=lambda trial: trial.seconds or math.inf)[:FINALISTS]
+
     def _compare(self) -> TuneResult:
         """The fastest trials against the start, all alive, burst by burst; the start wins unless it is clearly beaten."""
-        # The fastest of each process: the others that it timed differ from it by little.
-        by_program = {self._program(trial.changes): trial for trial in reversed(self._ranked()) if trial.number != 0}
-        finalists = sorted(by_program.values(), key=lambda trial: trial.seconds or math.inf)[:FINALISTS]
+        finalists = self._finalists()
         # The start as it was measured: with every core and all the memory it asked for.
         configs = [Config.from_dict(self.trials[0].config), *(Config.from_dict(trial.config) for trial in finalists)]
-        burst = max(self.burst, self.trials[0].measurement.warmup_seconds or 0.0)
-        left = self.budget - self.elapsed - len(configs) * 0.6 * ((self.trials[0].measurement.compile_seconds or 0.0) + 4.0)
-        rounds = int(min(_MAX_ROUNDS, max(_MIN_ROUNDS, left / (len(configs) * burst))))
+        ready, a_round = self._comparing_seconds(1)
+        rounds = int(min(_MAX_ROUNDS, max(_MIN_ROUNDS, (self.budget - self.elapsed - ready) / a_round)))
         self.progress.say(f"comparing the best {len(finalists)} with the start, {rounds} rounds in alternation")
         results = measure_in_alternation(configs, hardware=self.hardware, rounds=rounds, seconds=self.burst)
         base = results[0]

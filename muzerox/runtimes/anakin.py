@@ -87,6 +87,14 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
             credit=jnp.int32(0),
         )
 
+    def prefill(state: RunState) -> RunState:
+        now = state.actors.timestep
+        shape = jax.tree.map(lambda ring: jnp.zeros(ring.shape[1:], ring.dtype), state.replay.storage)
+        row = shape.replace(observation=now.observation, policy=shape.policy + 1.0 / env.spec.num_actions)
+        row = row if row.legal is None else row.replace(legal=now.legal)
+        ring = jax.lax.fori_loop(0, first_rows, lambda _, ring: replay.add(ring, row), state.replay)
+        return state.replace(replay=ring, rows=jnp.int32(first_rows))
+
     def play(state: RunState, stats: EpisodeStats) -> tuple[RunState, EpisodeStats]:
         """Every environment makes the steps due before the next update."""
         key = jax.random.fold_in(state.key, 0)
@@ -126,8 +134,10 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
         actors=placement.split_axis(mesh, example.actors, 0),
         replay=placement.place_storage(config.replay, placement.split_axis(mesh, example.replay, 1)),
     )
-    # It runs once: compiling it takes far longer than running it, and takes cores from the compilation of dispatch.
-    jit_init = jax.jit(init, out_shardings=shardings, compiler_options={"xla_backend_optimization_level": 0})
+    # They run once: compiling them takes far longer than running them, and takes cores from the compilation of dispatch.
+    once = {"xla_backend_optimization_level": 0}
+    jit_init = jax.jit(init, out_shardings=shardings, compiler_options=once)
+    jit_prefill = jax.jit(prefill, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings, compiler_options=once)
     jit_dispatch = jax.jit(
         dispatch, donate_argnums=0, in_shardings=(shardings, None), out_shardings=(shardings, None, None, None)
     )
@@ -144,7 +154,7 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
             outputs.append(tuple(output))
         return state, _report(num_envs, n * loop_count, state, jax.device_get(outputs))
 
-    return Runtime(jit_init, run)
+    return Runtime(jit_init, run, jit_prefill)
 
 
 def _report(num_envs: int, made: int, state: RunState, outputs: list[Any]) -> Report:

@@ -149,6 +149,24 @@ def test_two_devices_learn_what_one_learns() -> None:
     np.testing.assert_array_equal(one.replay.storage.action, two.replay.storage.action)
 
 
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_rows_that_stand_in_for_the_first_change_no_pace(placement: str) -> None:
+    """Timing skips playing the rows that the first update waits for; what comes after is due when it would have been."""
+    runtime = cartpole(8, placement=placement)
+    _, played = _run(runtime, [1, 1])
+    state = runtime.prefill(runtime.init(jax.random.key(7)))
+    assert int(state.replay.filled) == int(state.rows) == int(state.replay.cursor) > 0
+    assert int(state.learner.updates) == 0
+    np.testing.assert_allclose(np.asarray(state.replay.storage.policy)[: int(state.rows)].sum(-1), 1.0, rtol=1e-6)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.replay.storage)}
+    assert kinds == {"device" if placement == "device" else "pinned_host"}
+    for report in played:
+        state, timed = runtime.run(state, 1)
+        assert (timed.env_steps, timed.updates) == (report.env_steps, report.updates)
+        assert timed.skipped_updates == 0
+        assert np.isfinite(timed.metrics["loss"])
+
+
 def test_running_again_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     runtime = cartpole(1)
     state, _ = _run(runtime, [1, 1])
