@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--env", action="append", help=f"default: {', '.join(ENVS)}")
     parser.add_argument("--budget", default="4m")
     parser.add_argument("--random-starts", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=15, help="of the re-measurement")
+    parser.add_argument("--rounds", type=int, default=25, help="of the re-measurement")
     parser.add_argument("--out", type=Path, help="folder for the tunings, kept and continued (default: a temporary one)")
     args = parser.parse_args()
     use_device(args.device)

@@ -53,6 +53,7 @@ _STATISTIC_PASSES = 80.0  # arrays [E, N+1, A] of a tree, copied at every simula
 _PUCT_PASSES = 480.0  # more, with PUCT: it breaks ties at random at every level
 _OPTIMIZER_PASSES = 16.0
 _PRIORITY_PASSES = 12.0
+_PROGRAM_DISPATCHES = 80.0  # a training's state is hundreds of arrays; the dispatch that rates measure has one
 _SEARCH_PRODUCTS = 2.5  # products of a search have few rows: so much slower than the large product that rates measure
 
 _FIT_ITERATIONS = 10
@@ -185,7 +186,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
         refreshed * (search.flops / flops + (search.activation_bytes + search.statistic_bytes) / copy)
         + refreshing * (search.network_operations + search.tree_operations) * operation,
         _ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy,
-        updates / w.loop_count * hardware.dispatch_seconds,
+        updates / w.loop_count * _PROGRAM_DISPATCHES * hardware.dispatch_seconds,
     )
     return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(s, jnp.float32) for s in seconds)), axis=-1)
 

@@ -46,6 +46,7 @@ MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, i
 FINALISTS = 2
 HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
 _MIN_ROUNDS, _MAX_ROUNDS = 9, 25  # of the alternation
+_NOTHING = 0.01  # a difference of this share is not worth measuring
 _STARTING, _FROM_CACHE = 2.0, 0.4  # seconds of a worker's start, and the share of compiling that is left with a warm cache
 
 
@@ -280,16 +281,19 @@ class _Tuning:
             self.progress.measured(trial, self.trials[0])
 
     def _shared_settings(self, config: Config) -> list[int]:
-        """Other loop_counts to be timed in the same process: the one expected to be best, and the farthest off."""
+        """Other loop_counts to be timed in the same process: the one expected to be best, and the farthest off.
+
+        None where dispatching is expected to cost next to nothing: bursts of a slow program are dear.
+        """
         own, workload = config.runtime.loop_count, describe(config)
-        others = [n for n in self.space.options("runtime.loop_count") if n != own]
-        if not others:
+        options = list(dict.fromkeys([own, *self.space.options("runtime.loop_count")]))
+        workloads = [dataclasses.replace(workload, loop_count=float(n)) for n in options]
+        seconds = np.exp(np.asarray(self.predictor.log_seconds(stack(workloads), self.hardware)))
+        if np.max(seconds) < (1.0 + _NOTHING) * np.min(seconds):
             return []
-        workloads = [dataclasses.replace(workload, loop_count=float(n)) for n in others]
-        seconds = np.asarray(self.predictor.log_seconds(stack(workloads), self.hardware))
-        best = others[int(np.argmin(seconds))]
-        farthest = max(others, key=lambda n: abs(math.log(n / own)))
-        return list(dict.fromkeys([best, farthest]))
+        best = options[int(np.argmin(seconds))]
+        farthest = max(options, key=lambda n: abs(math.log(n / own)))
+        return [n for n in dict.fromkeys([best, farthest]) if n != own]
 
     def _predictions(self, config: Config) -> tuple[float, float, float]:
         """Seconds an environment step: uncalibrated base, calibrated base, base and residual."""
