@@ -199,16 +199,17 @@ class Session:
     def burst(self, seconds: float, loop_count: int) -> dict[str, Any]:
         """Trains for about ``seconds`` in dispatches of ``loop_count`` updates, in whole cycles of acting and learning.
 
-        Where one such dispatch is longer than that, shorter ones are timed: next to them, dispatching costs nothing.
+        The last dispatch makes what is left; where not even one fits, it is the only one: next to it, dispatching costs nothing.
         """
-        fit = max(1, int(seconds / max(self._seconds_an_update, 1e-9)))
-        count = min(loop_count, max(fit, self._cycle))
-        whole = self._cycle // math.gcd(self._cycle, count)
-        dispatches = math.ceil(fit / count / whole) * whole
+        cycles = max(1, round(seconds / max(self._seconds_an_update, 1e-9) / self._cycle))
+        updates = cycles * self._cycle
+        whole, rest = divmod(updates, loop_count)
         cpu, wall = time.process_time(), time.perf_counter()
-        self._run(dispatches, count)
+        if whole:
+            self._run(whole, loop_count)
+        if rest:
+            self._run(1, rest)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        updates = dispatches * count
         self._seconds_an_update = wall / updates
         losses = self._report.metrics.get("loss", math.nan)
         return {

@@ -48,6 +48,7 @@ HISTORY = 256  # of the newest measurements made here before: more make a fit sl
 _MIN_ROUNDS, _MAX_ROUNDS = 9, 25  # of the alternation
 _NOTHING = 0.01  # a difference of this share is not worth measuring
 _STARTING, _FROM_CACHE = 2.0, 0.4  # seconds of a worker's start, and the share of compiling that is left with a warm cache
+_FINISHING = 3.0  # seconds that the end takes: plot, table, files
 
 
 def tune(
@@ -142,7 +143,7 @@ class _Tuning:
         trials += [self.trials[0]] * (1 + FINALISTS - len(trials))  # rivals to be found yet
         ready = [_STARTING + _FROM_CACHE * (trial.measurement.compile_seconds or 0.0) for trial in trials]
         burst = [max(self.burst, trial.measurement.warmup_seconds or 0.0) for trial in trials]
-        return sum(ready), rounds * sum(burst)
+        return sum(ready) + _FINISHING, rounds * sum(burst)
 
     def _next_fits(self) -> bool:
         walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
