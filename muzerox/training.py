@@ -169,22 +169,25 @@ class _Session:
         evaluation: Evaluation | None = None
         evaluated_at = -1
         next_evaluation = _next_multiple(start, train.eval_period)
-        saved_at, seconds_a_dispatch, steps_a_dispatch = time.perf_counter(), math.inf, math.inf
+        saved_at, seconds_an_update = time.perf_counter(), math.inf
+        loop_count = self.config.runtime.loop_count
 
         while not stopped():
-            until = min(next_evaluation, train.max_env_steps)
-            n = max(1, min(math.floor(_REPORT_SECONDS / seconds_a_dispatch), math.ceil((until - env_steps) / steps_a_dispatch)))
+            # How updates are portioned out changes nothing that is learnt: no dispatch is so long that reports and signals
+            # have to wait for it, and evaluations come when they are due, however fast the machine is.
+            due = self.runtime.updates_at(min(next_evaluation, train.max_env_steps)) - updates
+            portion = max(1, min(due, math.floor(_REPORT_SECONDS / seconds_an_update)))
+            n, count = (portion // loop_count, loop_count) if portion >= loop_count else (1, portion)
             done = env_steps >= train.max_env_steps  # only when a finished run was resumed
             if not done:
                 before = time.perf_counter()
                 with clock.phase("train" if first_seconds else "first dispatch"):
-                    state, report = self.runtime.run(state, n)
+                    state, report = self.runtime.run(state, n, count)
                 if first_seconds is None:
                     first_seconds = seconds_since_process_start()
                     _ = self.evaluate  # compiles beside training from now on: earlier it would have taken a core from it
                 else:
-                    seconds_a_dispatch = (time.perf_counter() - before) / n
-                    steps_a_dispatch = (report.env_steps - env_steps) / n or math.inf
+                    seconds_an_update = (time.perf_counter() - before) / (n * count)
                 env_steps, updates = report.env_steps, report.updates
                 reporter.training(report, clock.total, clock.seconds.get("train", math.inf))
                 _check_progress(report)

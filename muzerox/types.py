@@ -158,10 +158,13 @@ class Runtime(NamedTuple):
     """Where training runs. ``init(key) -> state``; ``run(state, n, loop_count) -> (state, Report)`` makes n dispatches of
     ``loop_count`` updates each (by default ``runtime.loop_count``; another number compiles nothing); ``state`` is donated.
 
+    ``updates_at(env_steps) -> int`` is the number of updates by which so many environment steps are first made.
+
     ``prefill(state) -> state`` stands in for the rows that the first update waits for, none of them played: for timing, which
     does not depend on what they hold. ``state`` is donated.
     """
 
     init: Callable[[jax.Array], Any]
     run: Callable[..., tuple[Any, Report]]
+    updates_at: Callable[[int], int]
     prefill: Callable[[Any], Any]

@@ -154,7 +154,11 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
             outputs.append(tuple(output))
         return state, _report(num_envs, n * loop_count, state, jax.device_get(outputs))
 
-    return Runtime(jit_init, run, jit_prefill)
+    def updates_at(env_steps: int) -> int:
+        rows = math.ceil(env_steps / num_envs) - first_rows
+        return 1 + max(0, -(-rows * cost // earned))  # rounded up
+
+    return Runtime(jit_init, run, updates_at, jit_prefill)
 
 
 def _report(num_envs: int, made: int, state: RunState, outputs: list[Any]) -> Report:

@@ -83,6 +83,8 @@ def test_the_replay_ratio_is_kept(num_envs: int, batch: int, ratio: float, loop_
         # The first update follows the warm-up at once; each later one is paid for by steps made before it.
         due = (report.updates - 1) * batch / exact
         assert due - num_envs < report.env_steps - warm_up <= due
+        assert runtime.updates_at(report.env_steps) <= report.updates < runtime.updates_at(report.env_steps + 1)
+    assert runtime.updates_at(1) == runtime.updates_at(warm_up) == 1
 
 
 @functools.cache

@@ -92,8 +92,8 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> No
         checkpoints.close()
     assert_same(*states)
 
-    steps = [row["env_steps"] for row in RunDir(tmp_path / "parts").metrics() if row["kind"] == "train"]
-    assert steps == sorted(set(steps)), "a step was logged twice"
+    updates = [row["updates"] for row in RunDir(tmp_path / "parts").metrics() if row["kind"] == "train"]
+    assert updates == sorted(set(updates)), "an update was logged twice"
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
