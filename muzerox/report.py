@@ -68,6 +68,8 @@ class Reporter:
           seconds: wall seconds since the start of this process's training.
           train_seconds: those spent acting and learning; infinite before the second dispatch, as the first compiles.
         """
+        if not math.isfinite(train_seconds):
+            self._start = report.env_steps  # what was made while compiling is of no rate
         steps_per_second = (report.env_steps - self._start) / max(train_seconds, 1e-9)
         row: dict[str, Any] = {
             "kind": "train",

@@ -165,7 +165,7 @@ class _Session:
         self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter, stopped: Callable[[], bool]
     ) -> TrainResult:
         train, clock = self.config.train, self.clock
-        env_steps, first_updates, first_seconds = start, updates, None
+        env_steps, first_steps, first_updates, first_seconds = start, start, updates, None
         evaluation: Evaluation | None = None
         evaluated_at = -1
         next_evaluation = _next_multiple(start, train.eval_period)
@@ -185,6 +185,7 @@ class _Session:
                     state, report = self.runtime.run(state, n, count)
                 if first_seconds is None:
                     first_seconds = seconds_since_process_start()
+                    first_steps, first_updates = report.env_steps, report.updates  # made while compiling: of no rate
                     _ = self.evaluate  # compiles beside training from now on: earlier it would have taken a core from it
                 else:
                     seconds_an_update = (time.perf_counter() - before) / (n * count)
@@ -225,7 +226,7 @@ class _Session:
             std_return=evaluation.std_return if evaluation else None,
             episodes=evaluation.episodes if evaluation else None,
             seconds=seconds_since_process_start(),
-            env_steps_per_second=(env_steps - start) / trained if trained else 0.0,
+            env_steps_per_second=(env_steps - first_steps) / trained if trained else 0.0,
             updates_per_second=(updates - first_updates) / trained if trained else 0.0,
             first_update_seconds=first_seconds,
             phases={k: round(v, 3) for k, v in clock.seconds.items()},
