@@ -206,7 +206,13 @@ class RuntimeConfig(_Section):
         "anakin", "anakin: environments, search, replay and learner in one program on the device", choices=("anakin",)
     )
     num_envs: int = knob(64, "environments stepped in parallel", unit="environments", low=1, high=1_000_000)
-    loop_count: int = knob(32, "learner updates fused into a dispatch", unit="updates", low=1, high=100_000)
+    loop_count: int = knob(
+        32,
+        "learner updates fused into a dispatch; fewer where a report or an evaluation is due",
+        unit="updates",
+        low=1,
+        high=100_000,
+    )
     num_devices: int = knob(
         1, "devices of the mesh that environments, replay and batches are split over", unit="devices", low=1, high=100_000
     )

@@ -1,6 +1,6 @@
 """Anakin: environments, search, replay and learner in one program on the device (Hessel et al., arXiv:2104.06272).
 
-A dispatch fuses ``runtime.loop_count`` updates. Before each update every environment makes the steps that are due to
+A dispatch fuses up to ``runtime.loop_count`` updates. Before each update every environment makes the steps that are due to
 keep the replay ratio, so ``loop_count`` changes how often the host is asked and nothing that is learnt.
 """
 
