@@ -1,0 +1,166 @@
+"""Which action a node selects: mctx's rules, for a batch of nodes.
+
+A rule sees one :class:`~muzerox.search.engine.Node` of every tree. Q transforms are mctx's, or any function of that signature
+that reads no other node than the one it is asked about: they are given a tree of that node alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mctx
+import numpy as np
+
+from muzerox.search.engine import Node, Select
+
+QTransform = Callable[[Any, Any], jax.Array]
+_TIE_BREAK = 1e-7
+
+
+def transformed_q(node: Node, qtransform: QTransform) -> jax.Array:
+    """``qtransform`` of the node's children, [B, A]."""
+    return jax.vmap(lambda one: qtransform(_alone(one), 0))(node)
+
+
+def _alone(node: Node) -> mctx.Tree:
+    """An unbatched tree of one node. Q comes as a reward, so that ``tree.qvalues`` finds it."""
+    zeros = jnp.zeros_like(node.q)[None]
+    return mctx.Tree(
+        node_visits=node.visits[None],
+        raw_values=node.raw_value[None],
+        node_values=node.value[None],
+        parents=jnp.full(1, mctx.Tree.NO_PARENT),
+        action_from_parent=jnp.full(1, mctx.Tree.NO_PARENT),
+        children_index=jnp.full((1, *node.q.shape), mctx.Tree.UNVISITED),
+        children_prior_logits=node.prior_logits[None],
+        children_values=zeros,
+        children_visits=node.child_visits[None].astype(jnp.int32),
+        children_rewards=node.q[None],
+        children_discounts=zeros,
+        embeddings=None,
+        root_invalid_actions=jnp.zeros_like(node.prior_logits),
+        extra_data=None,
+    )
+
+
+def completed_q(node: Node, qtransform: QTransform) -> jax.Array:
+    """``qtransform`` of a node for Gumbel, [B, A]; mctx's own, with what the search keeps of a node instead of sums over it."""
+    options = _mix_value_options(qtransform)
+    if options is None:
+        return transformed_q(node, qtransform)
+    seen = node.child_visits > 0
+    tiny = jnp.finfo(node.prior.dtype).tiny
+    value = node.raw_value
+    if options["use_mixed_value"]:
+        total = node.visits - 1
+        weighted = jnp.sum(jnp.where(seen, node.prior * node.q, 0.0), axis=1) / jnp.maximum(node.seen_prior, tiny)
+        value = (value + total * weighted) / node.visits
+    completed = jnp.where(seen, node.q, value[:, None])
+    if options["rescale_values"]:
+        low, high = jnp.min(completed, axis=1), jnp.max(completed, axis=1)
+        completed = (completed - low[:, None]) / jnp.maximum(high - low, options["epsilon"])[:, None]
+    return ((options["maxvisit_init"] + node.most_visits) * options["value_scale"])[:, None] * completed
+
+
+def _mix_value_options(qtransform: QTransform) -> dict[str, Any] | None:
+    """The options of mctx.qtransform_completed_by_mix_value; None for any other transform."""
+    given: dict[str, Any] = {}
+    while isinstance(qtransform, functools.partial) and not qtransform.args:
+        given, qtransform = qtransform.keywords | given, qtransform.func
+    if qtransform is not mctx.qtransform_completed_by_mix_value:
+        return None
+    defaults = inspect.signature(qtransform).parameters.values()
+    return {p.name: p.default for p in defaults if p.kind is p.KEYWORD_ONLY} | given
+
+
+def gumbel_root(
+    chosen: jax.Array, invalid: jax.Array | None, num_simulations: int, max_num_considered_actions: int, qtransform: QTransform
+) -> Select:
+    """Sequential halving of the actions with the highest ``gumbel + logits`` (Danihelka et al., ICLR 2022).
+
+    Args:
+      chosen: [B, A] gumbel and logits, the largest logit 0.
+      invalid: [B, A], 1 where an action is illegal.
+    """
+    batch, actions = chosen.shape
+    valid = jnp.full(batch, actions) if invalid is None else jnp.sum(1 - invalid, axis=1).astype(jnp.int32)
+    table = np.array([_halving_visits(m, num_simulations) for m in range(max_num_considered_actions + 1)], np.int32)
+    wanted = jnp.asarray(table)[jnp.minimum(max_num_considered_actions, valid)]  # [B, N]
+
+    def select(node: Node) -> jax.Array:
+        visits = jax.lax.dynamic_index_in_dim(wanted, node.visits[0] - 1, axis=1)  # [B, 1]: all roots are as old
+        return masked(considered(node, visits, chosen, completed_q(node, qtransform)), invalid)
+
+    return select
+
+
+def considered(node: Node, visits: jax.Array, chosen: jax.Array, completed: jax.Array) -> jax.Array:
+    """Scores [B, A] of the root's actions that were visited ``visits`` [B, 1] times; of the others, minus infinity."""
+    # The floor lets an action be visited that is the only one considered.
+    return jnp.where(node.child_visits == visits, jnp.maximum(-1e9, chosen + completed), -jnp.inf)
+
+
+def _halving_visits(considered: int, num_simulations: int) -> list[int]:
+    """How often the action to visit was visited before, for every simulation."""
+    if considered <= 1:
+        return list(range(num_simulations))
+    phases = math.ceil(math.log2(considered))
+    sequence: list[int] = []
+    visits, left = 0, considered
+    while len(sequence) < num_simulations:
+        times = max(1, num_simulations // (phases * left))
+        sequence += [visits + n for n in range(times) for _ in range(left)]
+        visits, left = visits + times, max(2, left // 2)
+    return sequence[:num_simulations]
+
+
+def gumbel_interior(qtransform: QTransform) -> Select:
+    """The action whose share of visits is farthest below its share of the improved policy (the same paper)."""
+
+    def select(node: Node) -> jax.Array:
+        policy = jax.nn.softmax(node.prior_logits + completed_q(node, qtransform))
+        return masked(policy - node.child_visits / node.visits[:, None], None)
+
+    return select
+
+
+def puct(bits: jax.Array, qtransform: QTransform, pb_c_init: Any, pb_c_base: Any) -> Select:
+    """MuZero's rule (Schrittwieser et al., arXiv:1911.08265, appendix B), ties broken at random.
+
+    Args:
+      bits: uint32 [B, A], random; every node, and every visit of it, makes its own noise of them.
+    """
+
+    def select(node: Node) -> jax.Array:
+        return jnp.argmax(puct_score(node, bits, qtransform, pb_c_init, pb_c_base), axis=-1).astype(jnp.int32)
+
+    return select
+
+
+def puct_score(node: Node, bits: jax.Array, qtransform: QTransform, pb_c_init: Any, pb_c_base: Any) -> jax.Array:
+    """What PUCT chooses the largest of, [B, A]."""
+    pb_c = pb_c_init + jnp.log((node.visits + pb_c_base + 1.0) / pb_c_base)
+    policy_score = (jnp.sqrt(node.visits) * pb_c)[:, None] * node.prior / (node.child_visits + 1)
+    return transformed_q(node, qtransform) + policy_score + _TIE_BREAK * _noise(bits, node).astype(policy_score.dtype)
+
+
+def _noise(bits: jax.Array, node: Node) -> jax.Array:
+    """Uniform on [0, 1) from ``bits``, other for every node and visit: a hash, far cheaper than splitting keys."""
+    salt = node.number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + node.visits.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+    mixed = bits ^ salt[:, None]
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x7FEB352D)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x846CA68B)
+    return (mixed >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def masked(score: jax.Array, invalid: jax.Array | None) -> jax.Array:
+    """The best valid action [B] int32; 0 where none is valid."""
+    if invalid is not None:
+        score = jnp.where(invalid, -jnp.inf, score)
+    return jnp.argmax(score, axis=-1).astype(jnp.int32)

@@ -1,0 +1,218 @@
+"""Our search loop against mctx: the same trees in float64, and in float32 wherever scores are not all but equal."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mctx
+import numpy as np
+import numpy_search
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from search_models import Case, assert_same_trees, differing, gap_where_they_part
+
+from muzerox.search import fused
+
+MIX, MIN_MAX, SIBLINGS = (
+    mctx.qtransform_completed_by_mix_value,
+    functools.partial(mctx.qtransform_by_min_max, min_value=-8.0, max_value=8.0),
+    mctx.qtransform_by_parent_and_siblings,
+)
+GUMBEL = [
+    (Case(), {}),
+    (Case(batch=1, simulations=1, actions=2), {}),
+    (Case(batch=32, simulations=50, actions=2, sharpness=0.3), {"max_num_considered_actions": 2}),
+    (Case(batch=16, simulations=50, actions=18, masked=True, spread=5.0), {"gumbel_scale": 0.0}),
+    (Case(batch=4, simulations=120, actions=5, discount=-0.99, sharpness=3.0), {"max_num_considered_actions": 5}),
+    (Case(batch=8, simulations=30, actions=82, masked=True, noisy=True), {"gumbel_scale": 2.0}),
+    (Case(batch=8, simulations=40, actions=3, max_depth=3, masked=True), {}),
+    (Case(batch=8, simulations=12, actions=3, max_depth=1), {"max_num_considered_actions": 1}),
+    (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, rescale_values=False)}),
+    (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, use_mixed_value=False, value_scale=1.0)}),
+    (Case(batch=8, simulations=30, actions=4), {"qtransform": SIBLINGS}),
+]
+PUCT = [
+    (Case(), {}),
+    (Case(batch=1, simulations=1, actions=2), {}),
+    (Case(batch=32, simulations=50, actions=2, sharpness=0.3), {"dirichlet_fraction": 0.0}),
+    (Case(batch=16, simulations=50, actions=18, masked=True, spread=5.0), {"temperature": 0.0, "dirichlet_alpha": 1.0}),
+    (Case(batch=4, simulations=120, actions=5, discount=-0.99), {"pb_c_init": 2.0, "pb_c_base": 50}),
+    (Case(batch=8, simulations=40, actions=3, max_depth=3, masked=True, noisy=True), {"temperature": 0.5}),
+    (Case(batch=8, simulations=30, actions=4, spread=3.0), {"qtransform": MIN_MAX}),
+]
+
+
+@pytest.mark.parametrize(("case", "options"), GUMBEL, ids=lambda x: "" if isinstance(x, dict) else f"{x.batch}x{x.actions}")
+def test_gumbel_grows_the_trees_of_mctx(case: Case, options: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        ours = case.run(fused.gumbel_muzero_policy, jnp.float64, **options)
+        theirs = case.run(mctx.gumbel_muzero_policy, jnp.float64, **options)
+        assert (ours.action == theirs.action).all()
+        assert jnp.allclose(ours.action_weights, theirs.action_weights, rtol=1e-9)
+        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("case", "options"), PUCT, ids=lambda x: "" if isinstance(x, dict) else f"{x.batch}x{x.actions}")
+def test_puct_grows_the_trees_of_mctx(case: Case, options: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        ours = case.run(fused.muzero_policy, jnp.float64, **options)
+        theirs = case.run(mctx.muzero_policy, jnp.float64, **options)
+        assert (ours.action == theirs.action).all()
+        assert jnp.allclose(ours.action_weights, theirs.action_weights, rtol=1e-9)
+        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["gumbel", "puct"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=256, simulations=32, actions=18, seed=5),
+        Case(batch=256, simulations=50, actions=2, seed=6, discount=-1.0),
+    ],
+    ids=lambda case: f"{case.batch}x{case.simulations}x{case.actions}",
+)
+def test_in_float32_searches_part_only_where_scores_are_all_but_equal(policy: str, case: Case) -> None:
+    if policy == "gumbel":
+        ours, theirs = (case.run(module.gumbel_muzero_policy) for module in (fused, mctx))
+    else:
+        ours, theirs = (case.run(module.muzero_policy) for module in (fused, mctx))
+    apart = np.flatnonzero(differing(ours, theirs))
+    assert len(apart) <= 0.01 * case.batch
+    for b in apart:
+        if policy == "puct":
+            score_root = score = numpy_search.puct
+        else:
+            gumbel = np.asarray(theirs.search_tree.extra_data.root_gumbel[b])
+            score_root, score = numpy_search.gumbel_root(gumbel, 16, case.simulations), numpy_search.gumbel_interior
+        assert gap_where_they_part(ours, theirs, int(b), score_root, score) < 1e-5
+
+
+def stochastic(module: Any, *, batch: int, simulations: int, masked: bool) -> mctx.PolicyOutput:
+    """What Stochastic MuZero answers with a random model of 3 actions and 5 outcomes."""
+    actions, outcomes, hidden = 3, 5, 4
+    rng = np.random.default_rng(11)
+    weights = {
+        name: jnp.asarray(rng.normal(size=shape))
+        for name, shape in {
+            "state": (hidden, hidden),
+            "action": (actions, hidden),
+            "outcome": (outcomes, hidden),
+            "policy": (hidden, actions),
+            "chance": (hidden, outcomes),
+            "value": (hidden,),
+        }.items()
+    }
+
+    def decision(params: Any, key: jax.Array, action: jax.Array, state: jax.Array) -> tuple:
+        del key
+        after = jnp.tanh(state @ params["state"] + params["action"][jnp.clip(action, 0, actions - 1)])
+        return mctx_decision(chance_logits=after @ params["chance"], afterstate_value=after @ params["value"]), after
+
+    def chance(params: Any, key: jax.Array, outcome: jax.Array, after: jax.Array) -> tuple:
+        del key
+        state = jnp.tanh(after @ params["state"] + params["outcome"][jnp.clip(outcome, 0, outcomes - 1)])
+        output = mctx.ChanceRecurrentFnOutput(
+            action_logits=state @ params["policy"],
+            value=state @ params["value"],
+            reward=0.2 * state[:, 0],
+            discount=jnp.full(state.shape[0], 0.95),
+        )
+        return output, state
+
+    mctx_decision = mctx.DecisionRecurrentFnOutput
+    root = mctx.RootFnOutput(
+        prior_logits=jnp.asarray(rng.normal(size=(batch, actions))),
+        value=jnp.asarray(rng.normal(size=batch)),
+        embedding=jnp.asarray(rng.normal(size=(batch, hidden))),
+    )
+    invalid = jnp.asarray(np.arange(batch)[:, None] % 3 == np.arange(actions), jnp.int32) if masked else None
+    run = jax.jit(
+        lambda params, root: module.stochastic_muzero_policy(
+            params, jax.random.key(2), root, decision, chance, simulations, invalid_actions=invalid
+        )
+    )
+    return run(weights, root)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_stochastic_search_grows_the_trees_of_mctx(masked: bool) -> None:
+    with jax.enable_x64(True):
+        ours, theirs = (stochastic(module, batch=6, simulations=40, masked=masked) for module in (fused, mctx))
+        assert (ours.action == theirs.action).all()
+        assert jnp.allclose(ours.action_weights, theirs.action_weights, rtol=1e-9)
+        # Which part of an embedding counts is the same; the other part is never read, and differs at the root.
+        assert (ours.search_tree.embeddings.is_decision_node == theirs.search_tree.embeddings.is_decision_node).all()
+        assert_same_trees(ours.search_tree.replace(embeddings=None), theirs.search_tree.replace(embeddings=None), rtol=1e-9)
+
+
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_any_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
+    _any_problem(data, batch=16, simulations=24, actions=12)
+
+
+def _any_problem(data: st.DataObject, *, batch: int, simulations: int, actions: int) -> None:
+    """Sizes up to those given, their product bounded: every policy, in float64, node for node."""
+    case = Case(
+        batch=data.draw(st.integers(1, batch)),
+        simulations=data.draw(st.integers(1, simulations)),
+        actions=data.draw(st.integers(2, actions)),
+        seed=data.draw(st.integers(0, 2**16)),
+        sharpness=data.draw(st.sampled_from([0.1, 1.0, 5.0])),
+        spread=data.draw(st.sampled_from([0.1, 1.0, 10.0])),
+        discount=data.draw(st.sampled_from([0.9, 1.0, -1.0])),
+        noisy=data.draw(st.booleans()),
+        masked=data.draw(st.booleans()),
+        max_depth=data.draw(st.sampled_from([None, None, 1, 2, 4])),
+    )
+    assume(case.batch * case.simulations * case.actions < 2_000_000)
+    with jax.enable_x64(True):
+        if data.draw(st.booleans()):
+            qtransform = data.draw(st.sampled_from([MIX, SIBLINGS, MIN_MAX]))
+            options = {"qtransform": qtransform, "gumbel_scale": data.draw(st.sampled_from([0.0, 1.0]))}
+            options["max_num_considered_actions"] = data.draw(st.sampled_from([1, 4, 16]))
+            ours, theirs = (case.run(module.gumbel_muzero_policy, jnp.float64, **options) for module in (fused, mctx))
+        else:
+            options = {"qtransform": data.draw(st.sampled_from([SIBLINGS, MIN_MAX]))}
+            options["dirichlet_fraction"] = data.draw(st.sampled_from([0.0, 0.25]))
+            ours, theirs = (case.run(module.muzero_policy, jnp.float64, **options) for module in (fused, mctx))
+        assert (ours.action == theirs.action).all()
+        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
+
+
+@pytest.mark.parametrize("policy", ["gumbel", "puct"])
+@pytest.mark.parametrize("discount", [0.97, -1.0])
+def test_a_tree_search_in_numpy_agrees(policy: str, discount: float) -> None:
+    """Written from the papers, for one root at a time."""
+    case = Case(batch=5, simulations=40, actions=6, discount=discount, seed=3)
+    with jax.enable_x64(True):
+        params, root, _ = case.random(jnp.float64)
+        if policy == "gumbel":
+            ours = case.run(fused.gumbel_muzero_policy, jnp.float64, max_num_considered_actions=4).search_tree
+            select = numpy_search.gumbel_interior
+        else:
+            ours = case.run(fused.muzero_policy, jnp.float64, dirichlet_fraction=0.0).search_tree
+            select = numpy_search.puct
+    weights = {name: np.asarray(x) for name, x in params.items()}
+
+    def model(action: int, hidden: np.ndarray) -> tuple[float, float, np.ndarray, float, np.ndarray]:
+        hidden = np.tanh(hidden @ weights["hidden"] + weights["action"][action])
+        return float(hidden @ weights["reward"]), discount, hidden @ weights["prior"], float(hidden @ weights["value"]), hidden
+
+    for b in range(case.batch):
+        gumbel = None if policy == "puct" else np.asarray(ours.extra_data.root_gumbel[b])
+        at_root = select if gumbel is None else numpy_search.gumbel_root(gumbel, 4, case.simulations)
+        start = numpy_search.Node(root.prior_logits[b], float(root.value[b]), np.asarray(root.embedding[b]))
+        numpy_search.search(start, model, at_root, select, case.simulations)
+
+        def compare(node: numpy_search.Node, index: int, b: int = b) -> None:
+            np.testing.assert_array_equal(ours.children_visits[b, index], node.visits)
+            np.testing.assert_allclose(ours.node_values[b, index], node.value, rtol=1e-9)
+            for action, child in node.children.items():
+                compare(child, int(ours.children_index[b, index, action]))
+
+        compare(start, 0)
