@@ -35,7 +35,7 @@ class Node(NamedTuple):
     prior_logits: jax.Array  # [B, A]
     prior: jax.Array  # [B, A] their softmax, nowhere 0
     seen_prior: jax.Array  # [B] its sum over visited children
-    most_visits: jax.Array  # [B] of a child
+    most_visits: jax.Array  # [B] int32, of a child
     child_visits: jax.Array  # [B, A] whole numbers
     q: jax.Array  # [B, A] reward and discounted value of the child
 
@@ -115,7 +115,7 @@ def search(
             prior_logits=root.prior_logits,
             prior=root_prior,
             seen_prior=jnp.sum(jnp.where(state.child_visits > 0, root_prior, 0.0), axis=1),
-            most_visits=jnp.max(state.child_visits, axis=1),
+            most_visits=jnp.max(state.child_visits, axis=1).astype(jnp.int32),
             child_visits=state.child_visits,
             q=state.q,
         )
@@ -151,7 +151,7 @@ def search(
             prior_logits=logits,
             prior=_prior(logits, dtype),
             seen_prior=nothing[:, 0],
-            most_visits=nothing[:, 0],
+            most_visits=zero,
             child_visits=nothing,
             q=nothing,
         )

@@ -123,15 +123,17 @@ def muzero_policy(
         prior_logits=_mask(_noisy(dirichlet_key, root.prior_logits, dirichlet_fraction, dirichlet_alpha), invalid_actions)
     )
     bits = _tie_break_bits(search_key, root.prior_logits.shape)
+
+    def score(node: Node) -> jax.Array:
+        return selection.puct_score(node, bits, qtransform, pb_c_init, pb_c_base)
+
     tree, node = engine.search(
         params,
         search_key,
         root=root,
         recurrent_fn=recurrent_fn,
-        select_root=lambda node: selection.masked(
-            selection.puct_score(node, bits, qtransform, pb_c_init, pb_c_base), invalid_actions
-        ),
-        select=selection.puct(bits, qtransform, pb_c_init, pb_c_base),
+        select_root=lambda node: selection.masked(score(node), invalid_actions),
+        select=lambda node: selection.masked(score(node), None),
         num_simulations=num_simulations,
         max_depth=max_depth,
         invalid_actions=invalid_actions,

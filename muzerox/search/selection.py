@@ -130,21 +130,12 @@ def gumbel_interior(qtransform: QTransform) -> Select:
     return select
 
 
-def puct(bits: jax.Array, qtransform: QTransform, pb_c_init: Any, pb_c_base: Any) -> Select:
-    """MuZero's rule (Schrittwieser et al., arXiv:1911.08265, appendix B), ties broken at random.
+def puct_score(node: Node, bits: jax.Array, qtransform: QTransform, pb_c_init: Any, pb_c_base: Any) -> jax.Array:
+    """What MuZero's rule chooses the largest of, [B, A] (Schrittwieser et al., arXiv:1911.08265, appendix B).
 
     Args:
-      bits: uint32 [B, A], random; every node, and every visit of it, makes its own noise of them.
+      bits: uint32 [B, A], random; every node, and every visit of it, makes its own noise of them, which breaks ties.
     """
-
-    def select(node: Node) -> jax.Array:
-        return jnp.argmax(puct_score(node, bits, qtransform, pb_c_init, pb_c_base), axis=-1).astype(jnp.int32)
-
-    return select
-
-
-def puct_score(node: Node, bits: jax.Array, qtransform: QTransform, pb_c_init: Any, pb_c_base: Any) -> jax.Array:
-    """What PUCT chooses the largest of, [B, A]."""
     pb_c = pb_c_init + jnp.log((node.visits + pb_c_base + 1.0) / pb_c_base)
     policy_score = (jnp.sqrt(node.visits) * pb_c)[:, None] * node.prior / (node.child_visits + 1)
     return transformed_q(node, qtransform) + policy_score + _TIE_BREAK * _noise(bits, node).astype(policy_score.dtype)
