@@ -67,18 +67,25 @@ def _to_device(saved: Any, like: Any) -> Any:
 def _late_reads_silenced() -> Iterator[None]:
     """No tracebacks of reads that nobody waits for.
 
-    orbax closes its event loop at the first read that fails; tensorstore's threads then print a traceback for each of
-    the others, at any later time, so the silence stays when the block fails.
+    orbax closes its event loop at the first read that fails. Each of the others then prints a traceback at any later
+    time, so the silence stays when the block fails: tensorstore's threads when they find the loop closed, and asyncio
+    when it drops a task that had already failed.
     """
     before = sys.unraisablehook
+    tasks = logging.getLogger("asyncio")
 
     def hook(unraisable: Any) -> None:
         if not isinstance(unraisable.exc_value, RuntimeError) or str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Task exception was never retrieved")
+
     sys.unraisablehook = hook
+    tasks.addFilter(keep)
     yield
     sys.unraisablehook = before
+    tasks.removeFilter(keep)
 
 
 class Checkpoints:

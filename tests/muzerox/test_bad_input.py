@@ -334,6 +334,40 @@ def test_resume_a_damaged_checkpoint(kind: str, copy: Path, world: Path) -> None
     assert snapshot(world) == before  # config.toml and result.json too
 
 
+# What orbax leaves behind when a read fails among many, without the race that decides whether it shows.
+LATE_READS = """
+import asyncio, sys
+from muzerox.checkpoint import _late_reads_silenced
+
+async def read(error):
+    raise error
+
+def drop_a_failed_task(error):
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(read(error))
+    loop.call_later(0.01, loop.stop)
+    loop.run_forever()
+    del task
+    loop.close()
+
+try:
+    with _late_reads_silenced():
+        pass
+    if sys.argv[1] == "failed":
+        with _late_reads_silenced():
+            raise ValueError
+except ValueError:
+    pass
+drop_a_failed_task(ValueError("bytes out of range"))
+"""
+
+
+@pytest.mark.parametrize("ended, lines", [("failed", 0), ("well", 1)])
+def test_a_read_that_nobody_waits_for_is_silent_only_after_a_failure(ended: str, lines: int, world: Path) -> None:
+    _, _, stderr = run(world, sys.executable, "-c", LATE_READS, ended)
+    assert stderr.count("Task exception was never retrieved") == lines, stderr
+
+
 def test_missing_item_names_the_step_to_go_back_to(copy: Path, world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = max(int(p.name) for p in (copy / "checkpoints").iterdir())
     (copy / "checkpoints" / "99999").mkdir()
