@@ -49,12 +49,15 @@ _ENVIRONMENT_OPERATIONS = 250.0
 # How often a number is read or written, what is computed for it (an exponential, a random number) counted as more of that.
 _ACTIVATION_PASSES = 36.0
 _CONVOLUTION = 3.0  # elements of a layer that gathers the neighbours of each cell, next to one that does not
-_STATISTIC_PASSES = 80.0  # arrays [E, N+1, A] of a tree, copied at every simulation
-_PUCT_PASSES = 480.0  # more, with PUCT: it breaks ties at random at every level
+_STATISTIC_PASSES = 80.0  # arrays [E, N+1, A] of a tree, which mctx copies at every simulation
+_PUCT_PASSES = 480.0  # more, with PUCT: mctx breaks ties at random at every level
+_SELECTION_PASSES = 12.0  # arrays [E, A] of a node, which our own search loop goes through at every level
 _OPTIMIZER_PASSES = 16.0
 _PRIORITY_PASSES = 12.0
 _PROGRAM_DISPATCHES = 80.0  # a training's state is hundreds of arrays; the dispatch that rates measure has one
 _SEARCH_PRODUCTS = 2.5  # products of a search have few rows: so much slower than the large product that rates measure
+
+_FUSED = 1.0  # our own search loop, as a Workload's search_engine
 
 _FIT_ITERATIONS = 10
 
@@ -105,7 +108,8 @@ def _elements(w: Workload, layers: Value, flops: Value, params: Value) -> Value:
 def _search_cost(w: Workload) -> _Search:
     """Root inference, then one simulation after another: descend, expand with one recurrent inference, back up.
 
-    mctx keeps a tree in arrays [roots, N+1, A] that a simulation copies, so that bytes grow with N squared.
+    mctx keeps a tree in arrays [roots, N+1, A] that a simulation copies, so that bytes grow with N squared; our own loop
+    only touches the nodes on the way.
     """
     simulations = w.num_simulations
     depth = jnp.log2(simulations + 1.0)
@@ -113,12 +117,15 @@ def _search_cost(w: Workload) -> _Search:
         w, w.predict_layers, w.predict_flops, w.predict_params
     )
     recurrent = recurrent + 2.0 * w.num_bins + w.num_actions
+    passes = jnp.where(
+        jnp.asarray(w.search_engine) == _FUSED,
+        _SELECTION_PASSES * (depth + 2.0),  # and the root, and the new node
+        (_STATISTIC_PASSES + _PUCT_PASSES * w.puct) * (simulations + 1.0),
+    )
     return _Search(
         flops=_SEARCH_PRODUCTS * (w.represent_flops + w.predict_flops + simulations * (w.dynamics_flops + w.predict_flops)),
         activation_bytes=4.0 * _ACTIVATION_PASSES * (simulations + 1.0) * recurrent,
-        statistic_bytes=4.0
-        * simulations
-        * ((_STATISTIC_PASSES + _PUCT_PASSES * w.puct) * (simulations + 1.0) * w.num_actions + w.hidden_size),
+        statistic_bytes=4.0 * simulations * (passes * w.num_actions + w.hidden_size),
         network_operations=_LAYER_OPERATIONS
         * (w.represent_layers + w.predict_layers + simulations * (w.dynamics_layers + w.predict_layers)),
         tree_operations=simulations * (_TREE_OPERATIONS + _LEVEL_OPERATIONS * depth),

@@ -31,7 +31,7 @@ from muzerox.precision import POLICIES, default_level, resolve
 from muzerox.report import print_table
 from muzerox.run_dir import RunDir, write_atomically
 from muzerox.runtimes import make_runtime
-from muzerox.search import ENGINES
+from muzerox.search import ENGINES, default_engine
 from predictor import Workload
 from tuner.flops import Cost, count_cost
 
@@ -77,6 +77,8 @@ def concrete(config: Config, platform: str) -> Config:
     level = config.precision.level if config.precision.level != "auto" else default_level(platform)
     precision = resolve(dataclasses.replace(config.precision, level=level))
     changes: dict[str, Any] = {f"precision.{k}": v for k, v in dataclasses.asdict(precision).items()}
+    if config.search.engine == "auto":
+        changes["search.engine"] = default_engine(platform)
     if config.allocation.cores is None:
         changes["allocation.cores"] = len(available_cores())
     return config.replace(changes)

@@ -18,6 +18,7 @@ from predictor import Workload
 
 Tables = tuple[dict[str, jax.Array], ...]  # by knob, what each choice sets in a Workload: float32 [choices] by field
 EFFECTS = ("exact", "neutral", "learning")
+_ENGINES = ("mctx", "fused")  # in the order of muzerox's registry
 _BITS = {"O0": (32, 32), "O1": (16, 32), "O1_float16": (16, 32), "O2": (16, 16)}
 
 
@@ -72,12 +73,12 @@ KNOBS = (
     ),
     Knob(
         path="search.engine",
-        choices=("mctx",),  # one choice is no dimension: the row waits for a second engine
+        choices=_ENGINES,
         scale="name",
         feeds="selfplay_worker",
         cost="rebuild",
-        effect="exact",
-        fields=lambda engine: {"search_engine": float(("mctx",).index(engine))},
+        effect="neutral",  # sums in another order
+        fields=lambda engine: {"search_engine": float(_ENGINES.index(engine))},
     ),
     Knob(
         path="search.split",

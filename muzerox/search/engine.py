@@ -49,14 +49,14 @@ _PRIOR, _Q, _CHILD_VISITS = range(3)
 
 
 class _Nodes(NamedTuple):
-    """Nodes of all trees: element b's node n is at b N + n. The root's own statistics are in ``_Root``."""
+    """Nodes of all trees: tree b's node n is at n B + b. The root's own statistics are in ``_Root``."""
 
-    ints: jax.Array  # [B N, 6] int32
-    floats: jax.Array  # [B N, 5]
-    rows: jax.Array  # [B N, 3, A]
-    prior_logits: jax.Array  # [B N, A]
-    child: jax.Array  # [B N, A] int32, node of the same tree
-    embedding: Any  # [B N, ...]
+    ints: jax.Array  # [N B, 6] int32
+    floats: jax.Array  # [N B, 5]
+    rows: jax.Array  # [N B, 3, A]
+    prior_logits: jax.Array  # [N B, A]
+    child: jax.Array  # [N B, A] int32, node of the same tree
+    embedding: Any  # [N B, ...]
 
 
 class _Root(NamedTuple):
@@ -99,8 +99,8 @@ def search(
     limit = num_simulations if max_depth is None else max_depth
     cut = limit < num_simulations  # whether a descent may end at a node that is there already
     trees = jnp.arange(batch, dtype=jnp.int32)
-    first = trees * (num_simulations + 1)  # where a tree's nodes begin
     nodes, root_state = _init(root, num_simulations)
+    keys = _expansion_keys(key, num_simulations)
     dtype = root_state.value.dtype
     root_prior = _prior(root.prior_logits, dtype)
     zero = jnp.zeros(batch, jnp.int32)
@@ -120,26 +120,26 @@ def search(
             q=state.q,
         )
 
-    def simulate(sim: jax.Array, carry: tuple[jax.Array, _Nodes, _Root]) -> tuple[jax.Array, _Nodes, _Root]:
-        key, nodes, state = carry
-        # Split as mctx does, so that a recurrent function that uses its key gets the same one.
-        key, _, expand_key = jax.random.split(key, 3)
+    def simulate(sim: jax.Array, carry: tuple[_Nodes, _Root]) -> tuple[_Nodes, _Root]:
+        nodes, state = carry
         new = jnp.asarray(sim, jnp.int32) + 1
 
         # Descend.
         root_action = select_root(root_node(state, new))
         child = _at(state.child, trees, root_action)
         stops = (child == UNVISITED) | (limit <= 1)
-        end = jnp.where(stops, root_action, _at(nodes.ints, first + jnp.maximum(child, 0), _END))
+        end = jnp.where(stops, root_action, _at(nodes.ints, jnp.maximum(child, 0) * batch + trees, _END))
         parent, action = end // actions, end % actions
+        at_parent = parent * batch + trees
         leaf = zero + new
         if cut:
-            seen = jnp.where(stops, child, _at(nodes.child, first + parent, action))
+            seen = jnp.where(stops, child, _at(nodes.child, at_parent, action))
             leaf = jnp.where(seen == UNVISITED, leaf, seen)
 
+        at_leaf = leaf * batch + trees
+
         # Expand.
-        at_parent, at_leaf = first + parent, first + leaf
-        step, embedding = recurrent_fn(params, expand_key, action, jax.tree.map(lambda x: _at(x, at_parent), nodes.embedding))
+        step, embedding = recurrent_fn(params, keys[sim], action, jax.tree.map(lambda x: _at(x, at_parent), nodes.embedding))
         logits, value = step.prior_logits.astype(nodes.prior_logits.dtype), step.value.astype(dtype)
         nothing = jnp.zeros((batch, actions), dtype)
         fresh = Node(
@@ -158,28 +158,36 @@ def search(
         reward, discount = step.reward.astype(dtype), step.discount.astype(dtype)
         ints = (fresh.visits, zero, leaf * actions + select(fresh), parent, action, fresh.depth)
         floats = (value, nothing[:, 0], value, reward, discount)
+
+        def write(x: jax.Array, y: jax.Array) -> jax.Array:
+            y = y.astype(x.dtype)
+            return _set(x, at_leaf, value=y) if cut else jax.lax.dynamic_update_slice_in_dim(x, y, new * batch, axis=0)
+
         nodes = _Nodes(
-            ints=_set(nodes.ints, at_leaf, value=jnp.stack(ints, axis=1)),
-            floats=_set(nodes.floats, at_leaf, value=jnp.stack(floats, axis=1)),
-            rows=_set(nodes.rows, at_leaf, value=jnp.stack([fresh.prior, nothing, nothing], axis=1)),
-            prior_logits=_set(nodes.prior_logits, at_leaf, value=logits),
+            ints=write(nodes.ints, jnp.stack(ints, axis=1)),
+            floats=write(nodes.floats, jnp.stack(floats, axis=1)),
+            rows=write(nodes.rows, jnp.stack([fresh.prior, nothing, nothing], axis=1)),
+            prior_logits=write(nodes.prior_logits, logits),
             child=_set(nodes.child, at_parent, action, value=leaf),
-            embedding=jax.tree.map(lambda x, y: _set(x, at_leaf, value=y.astype(x.dtype)), nodes.embedding, embedding),
+            embedding=jax.tree.map(write, nodes.embedding, embedding),
         )
 
         # Back up: below the root level by level, then the root, where all trees arrive.
-        nodes, top = _backup(nodes, first, _Level(leaf, value, value, parent, action, reward, discount), select, limit)
-        here = _one_hot(top.action, actions)
-        returned = top.reward + top.discount * top.returned
+        level = _Level(leaf, value, value, parent, action, reward, discount)
+        nodes, returned = _backup(nodes, trees, level, fresh.depth, select, limit)
+        number = jnp.where(stops, leaf, child)
+        top = _at(nodes.floats, number * batch + trees)
+        returned = top[:, _REWARD] + top[:, _DISCOUNT] * returned
+        here = _one_hot(root_action, actions)
         state = _Root(
             value=(state.value * new + returned) / (new + 1.0),
-            child=jnp.where(here, top.number[:, None], state.child),
+            child=jnp.where(here, number[:, None], state.child),
             child_visits=state.child_visits + here,
-            q=jnp.where(here, (top.reward + top.discount * top.value)[:, None], state.q),
+            q=jnp.where(here, (top[:, _REWARD] + top[:, _DISCOUNT] * top[:, _VALUE])[:, None], state.q),
         )
-        return key, nodes, state
+        return nodes, state
 
-    _, nodes, root_state = loop_fn(0, num_simulations, simulate, (key, nodes, root_state))
+    nodes, root_state = loop_fn(0, num_simulations, simulate, (nodes, root_state))
     tree = _as_mctx(nodes, root_state, root, num_simulations, invalid_actions, extra_data)
     return tree, root_node(root_state, jnp.int32(num_simulations + 1))
 
@@ -196,13 +204,18 @@ class _Level(NamedTuple):
     discount: jax.Array
 
 
-def _backup(nodes: _Nodes, first: jax.Array, level: _Level, select: Select, limit: int) -> tuple[_Nodes, _Level]:
-    """Brings the nodes between a leaf and the root up to date; ends at the root's children."""
-    actions = nodes.child.shape[1]
+def _backup(
+    nodes: _Nodes, trees: jax.Array, level: _Level, depth: jax.Array, select: Select, limit: int
+) -> tuple[_Nodes, jax.Array]:
+    """Brings the nodes between a leaf and the root up to date, and says what is backed up from the root's children [B].
 
-    def climb(carry: tuple[_Nodes, _Level]) -> tuple[_Nodes, _Level]:
-        nodes, level = carry
-        at = first + level.parent
+    ``depth`` [B] is the leaf's. A tree that has come to its root goes on updating the root's place, which nobody reads.
+    """
+    batch, actions = trees.shape[0], nodes.child.shape[1]
+
+    def climb(height: jax.Array, carry: tuple[_Nodes, _Level, jax.Array]) -> tuple[_Nodes, _Level, jax.Array]:
+        nodes, level, top = carry
+        at = level.parent * batch + trees
         ints, floats, row = _at(nodes.ints, at), _at(nodes.floats, at), _at(nodes.rows, at)
         visits = ints[:, _VISITS]
         returned = level.reward + level.discount * level.returned
@@ -227,9 +240,7 @@ def _backup(nodes: _Nodes, first: jax.Array, level: _Level, select: Select, limi
         best = select(node)
         child = _at(nodes.child, at, best)
         stops = (child == UNVISITED) | (node.depth + 1 >= limit)
-        end = jnp.where(stops, level.parent * actions + best, _at(nodes.ints, first + jnp.maximum(child, 0), _END))
-        moving = level.parent != ROOT
-        at = jnp.where(moving, at, nodes.ints.shape[0])  # beyond the end: dropped
+        end = jnp.where(stops, level.parent * actions + best, _at(nodes.ints, jnp.maximum(child, 0) * batch + trees, _END))
         changed = (node.visits, node.most_visits, end)
         nodes = nodes._replace(
             ints=_set(nodes.ints, at, slice(_VISITS, _END + 1), value=jnp.stack(changed, axis=1)),
@@ -245,9 +256,10 @@ def _backup(nodes: _Nodes, first: jax.Array, level: _Level, select: Select, limi
             floats[:, _REWARD],
             floats[:, _DISCOUNT],
         )
-        return nodes, jax.tree.map(lambda x, y: jnp.where(moving, y, x), level, above)
+        return nodes, above, jnp.where(height < depth - 1, returned, top)
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1].parent != ROOT), climb, (nodes, level))
+    nodes, _, top = jax.lax.fori_loop(0, jnp.max(depth) - 1, climb, (nodes, level, level.returned))
+    return nodes, top
 
 
 def _at(x: jax.Array, *index: Any) -> jax.Array:
@@ -256,8 +268,18 @@ def _at(x: jax.Array, *index: Any) -> jax.Array:
 
 
 def _set(x: jax.Array, *index: Any, value: jax.Array) -> jax.Array:
-    """``x`` with ``value`` at ``index``; one index a tree, so no two are the same; indices beyond the end write nothing."""
-    return x.at[index].set(value, mode="drop", unique_indices=True)
+    """``x`` with ``value`` at ``index``; one index a tree, so no two are the same; indices are inside."""
+    return x.at[index].set(value, mode="promise_in_bounds", unique_indices=True)
+
+
+def _expansion_keys(key: jax.Array, num_simulations: int) -> jax.Array:
+    """The keys mctx gives to the recurrent function; ahead of the search, so that one that uses none costs none."""
+
+    def split(key: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        key, _, expand = jax.random.split(key, 3)
+        return key, expand
+
+    return jax.lax.scan(split, key, length=num_simulations)[1]
 
 
 def _prior(logits: jax.Array, dtype: Any) -> jax.Array:
@@ -270,20 +292,19 @@ def _one_hot(action: jax.Array, actions: int) -> jax.Array:
 
 def _init(root: mctx.RootFnOutput, num_simulations: int) -> tuple[_Nodes, _Root]:
     batch, actions = root.prior_logits.shape
-    shape = (batch, num_simulations + 1)
     count = batch * (num_simulations + 1)
     dtype = jnp.promote_types(root.value.dtype, jnp.float32)  # averages in less are wrong
 
-    def embedding(x: jax.Array) -> jax.Array:
-        return jnp.zeros((*shape, *x.shape[1:]), x.dtype).at[:, ROOT].set(x).reshape((count, *x.shape[1:]))
+    def room(x: jax.Array) -> jax.Array:
+        return jnp.zeros((count, *x.shape[1:]), x.dtype).at[:batch].set(x)
 
     nodes = _Nodes(
-        ints=jnp.zeros((count, 6), jnp.int32).at[:, jnp.array([_PARENT, _ACTION])].set(NO_PARENT),
+        ints=jnp.zeros((count, 6), jnp.int32),
         floats=jnp.zeros((count, 5), dtype),
         rows=jnp.zeros((count, 3, actions), dtype),
         prior_logits=jnp.zeros((count, actions), root.prior_logits.dtype),
         child=jnp.full((count, actions), UNVISITED, jnp.int32),
-        embedding=jax.tree.map(embedding, root.embedding),
+        embedding=jax.tree.map(room, root.embedding),
     )
     state = _Root(
         value=root.value.astype(dtype),
@@ -298,33 +319,37 @@ def _as_mctx(
     nodes: _Nodes, state: _Root, root: mctx.RootFnOutput, num_simulations: int, invalid_actions: Any, extra_data: Any
 ) -> mctx.Tree:
     """The tree in mctx's fields, [B, N, ...]. What nobody reads of it is never computed under jit."""
-    shape = (root.value.shape[0], num_simulations + 1)
+    batch, actions = root.prior_logits.shape
 
-    def whole(x: jax.Array, at_root: jax.Array | int | None = None) -> jax.Array:
-        x = x.reshape((*shape, *x.shape[1:]))
-        return x if at_root is None else x.at[:, ROOT].set(at_root)
+    def whole(x: jax.Array, at_root: jax.Array | int) -> jax.Array:
+        """[N B, ...] as [B, N, ...]."""
+        return jnp.swapaxes(x.at[:batch].set(at_root).reshape((num_simulations + 1, batch, *x.shape[1:])), 0, 1)
 
     child = whole(nodes.child, state.child)
     value = whole(nodes.floats[:, _VALUE], state.value)
+    visits = whole(nodes.ints[:, _VISITS], num_simulations + 1)
 
     def of_child(x: jax.Array) -> jax.Array:
         """What is known of the node that an edge leads to [B, N, A]; 0 where it leads nowhere."""
         found = jax.vmap(lambda node, index: node[jnp.maximum(index, 0)])(x, child)
         return jnp.where(child == UNVISITED, 0, found)
 
+    def origin(which: int) -> jax.Array:
+        return jnp.where(visits > 0, whole(nodes.ints[:, which], NO_PARENT), NO_PARENT)
+
     return mctx.Tree(
-        node_visits=whole(nodes.ints[:, _VISITS], num_simulations + 1),
+        node_visits=visits,
         raw_values=whole(nodes.floats[:, _RAW_VALUE], root.value.astype(value.dtype)),
         node_values=value,
-        parents=whole(nodes.ints[:, _PARENT]),
-        action_from_parent=whole(nodes.ints[:, _ACTION]),
+        parents=origin(_PARENT),
+        action_from_parent=origin(_ACTION),
         children_index=child,
         children_prior_logits=whole(nodes.prior_logits, root.prior_logits),
         children_values=of_child(value),
-        children_visits=whole(nodes.rows[:, _CHILD_VISITS], state.child_visits).astype(jnp.int32),
-        children_rewards=of_child(whole(nodes.floats[:, _REWARD])),
-        children_discounts=of_child(whole(nodes.floats[:, _DISCOUNT])),
-        embeddings=jax.tree.map(whole, nodes.embedding),
+        children_visits=of_child(visits),
+        children_rewards=of_child(whole(nodes.floats[:, _REWARD], 0)),
+        children_discounts=of_child(whole(nodes.floats[:, _DISCOUNT], 0)),
+        embeddings=jax.tree.map(whole, nodes.embedding, root.embedding),
         root_invalid_actions=jnp.zeros_like(root.prior_logits) if invalid_actions is None else invalid_actions,
         extra_data=extra_data,
     )

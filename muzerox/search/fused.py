@@ -75,7 +75,7 @@ def gumbel_muzero_policy(
         root=root,
         recurrent_fn=recurrent_fn,
         select_root=selection.gumbel_root(chosen, invalid_actions, num_simulations, max_num_considered_actions, qtransform),
-        select=selection.gumbel_interior(qtransform),
+        select=selection.gumbel_interior(num_simulations, qtransform),
         num_simulations=num_simulations,
         max_depth=max_depth,
         invalid_actions=invalid_actions,
@@ -195,8 +195,8 @@ def stochastic_muzero_policy(
     def select(node: Node) -> jax.Array:
         chance = _slice(node, slice(actions, None))
         # Outcomes in proportion to their probability: the one that is farthest behind.
-        outcome = jnp.argmax(chance.prior / (chance.child_visits + 1), axis=-1)
-        return jnp.where(node.depth % 2 == 0, selection.masked(decide(node), None), actions + outcome.astype(jnp.int32))
+        outcome = selection.masked(chance.prior / (chance.child_visits + 1), None)
+        return jnp.where(node.depth % 2 == 0, selection.masked(decide(node), None), actions + outcome)
 
     tree, node = engine.search(
         params,

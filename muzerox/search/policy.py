@@ -1,8 +1,10 @@
-"""Search policies on mctx.
+"""From a configuration to a decision, by a search policy of any engine.
 
 Gumbel MuZero: Danihelka et al., Policy Improvement by Planning with Gumbel (ICLR 2022). MuZero with PUCT:
 Schrittwieser et al., arXiv:1911.08265. Tree statistics are float32 whatever the precision level: mctx gives the tree
 the dtype of ``root.value``, and averages in bfloat16 are wrong.
+
+An engine is a module with ``gumbel_muzero_policy`` and ``muzero_policy`` of mctx's signatures.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Search(Protocol):
     ) -> Decision: ...
 
 
-def gumbel_search(config: SearchConfig) -> Search:
+def gumbel_search(config: SearchConfig, engine: Any = mctx) -> Search:
     """Gumbel MuZero: sequential halving at the root, deterministic interior selection, improved policy target."""
     qtransform = functools.partial(
         mctx.qtransform_completed_by_mix_value, value_scale=config.value_scale, maxvisit_init=config.maxvisit_init
@@ -39,7 +41,7 @@ def gumbel_search(config: SearchConfig) -> Search:
     def search(
         key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any, invalid: jax.Array | None, explore: bool
     ) -> Decision:
-        output = mctx.gumbel_muzero_policy(
+        output = engine.gumbel_muzero_policy(
             params,
             key,
             root,
@@ -56,13 +58,13 @@ def gumbel_search(config: SearchConfig) -> Search:
     return search
 
 
-def muzero_search(config: SearchConfig) -> Search:
+def muzero_search(config: SearchConfig, engine: Any = mctx) -> Search:
     """MuZero's PUCT with Dirichlet noise at the root and actions sampled from visit counts."""
 
     def search(
         key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any, invalid: jax.Array | None, explore: bool
     ) -> Decision:
-        output = mctx.muzero_policy(
+        output = engine.muzero_policy(
             params,
             key,
             root,
