@@ -16,9 +16,11 @@ from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import UserError
 from muzerox.evaluate import Evaluation, make_episodes, summarise
-from muzerox.opponents import make_opponent
+from muzerox.opponents import OPPONENTS, Opponent, make_opponent
 from muzerox.run_dir import RunDir
 from muzerox.types import Algorithm, Environment, EnvSpec, Params
+
+OPENING_MOVES = 2  # at random, in games between two agents
 
 
 class Agent:
@@ -110,6 +112,10 @@ def evaluate_run(
 ) -> Evaluation:
     """Plays ``episodes`` whole episodes with a run's newest agent; see ``muzerox.evaluate``.
 
+    Args:
+      opponent: with two players, a row of ``muzerox.opponents`` or the directory of another run. Games between agents begin
+        with ``OPENING_MOVES`` random moves, since neither side explores: without them all games would be the same two.
+
     Raises:
       CheckpointError: not a run, no checkpoint, or a corrupt one.
       ConfigError: unknown precision level.
@@ -117,5 +123,28 @@ def evaluate_run(
     """
     enable_cache()
     agent = Agent.load(path, precision=precision)
-    play = jax.jit(make_episodes(agent.env, agent.algorithm, episodes, opponent=make_opponent(opponent, agent.spec)))
+    against_run = opponent not in OPPONENTS and Path(opponent).is_dir()
+    other = _agent_as_opponent(opponent, agent.spec) if against_run else make_opponent(opponent, agent.spec)
+    play = jax.jit(
+        make_episodes(
+            agent.env,
+            agent.algorithm,
+            episodes,
+            opponent=other,
+            random_moves=OPENING_MOVES if against_run else 0,
+        )
+    )
     return summarise(agent.env, play(jax.random.key(seed), agent.params))
+
+
+def _agent_as_opponent(path: str, spec: EnvSpec) -> Opponent:
+    if spec.num_players != 2:
+        raise UserError("--opponent", path, f"{spec.id} has one player, who meets nobody", "random")
+    agent = Agent.load(path)
+    if agent.spec.id != spec.id:
+        raise UserError("--opponent", path, f"is a run of {agent.spec.id}, not of {spec.id}", "random")
+
+    def opponent(key: jax.Array, observation: jax.Array, legal: jax.Array) -> jax.Array:
+        return agent.algorithm.act(key, agent.params, observation, legal if spec.has_legal else None, False).action
+
+    return opponent

@@ -131,7 +131,10 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=int, default=64, metavar="N", help="episodes to play (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the episodes (default 0)")
     parser.add_argument(
-        "--opponent", default="random", metavar="NAME", help="two players: random (default), or perfect (tic_tac_toe)"
+        "--opponent",
+        default="random",
+        metavar="NAME|DIR",
+        help="two players: random (default), perfect (tic_tac_toe), or the directory of another run",
     )
     parser.add_argument(
         "--precision", metavar="LEVEL", help="act at another level than the run was trained at: O0, O1, O1_float16, O2"
@@ -166,7 +169,10 @@ EVALUATE = Command(
     description="""Plays episodes with search and without exploration, from the newest checkpoint of a run.
 In two-player games the agent meets --opponent and moves first in every other game.
 
-  muzerox evaluate runs/cartpole --episodes 100 --json""",
+Games against another run begin with 2 random moves, so that they differ.
+
+  muzerox evaluate runs/cartpole --episodes 100 --json
+  muzerox evaluate runs/new --opponent runs/old --episodes 400""",
 )
 
 

@@ -52,12 +52,14 @@ def make_episodes(
     episodes: int,
     *,
     opponent: Opponent = random_opponent,
+    random_moves: int = 0,
     max_steps: int = MAX_EPISODE_STEPS,
 ) -> Callable[[jax.Array, Params], Episodes]:
     """``play(key, params) -> Episodes``: a pure function to be jitted; all episodes in parallel.
 
     Args:
       opponent: with two players, who the agent meets; it moves first in the odd games.
+      random_moves: with two players, so many moves open a game at random, for games between players without chance to differ.
       max_steps: episodes are cut after this many steps, counting both players'.
     """
     spec = env.spec
@@ -80,6 +82,9 @@ def make_episodes(
             if spec.num_players == 2:
                 mine = t % 2 == seat
                 action = jnp.where(mine, action, opponent(key_opponent, timestep.observation, timestep.legal))
+                if random_moves:
+                    opening = random_opponent(jax.random.fold_in(key_opponent, 1), timestep.observation, timestep.legal)
+                    action = jnp.where(t < random_moves, opening, action)
                 sign = jnp.where(mine, 1.0, -1.0)
             state, timestep = env_step(jax.random.split(key_env, episodes), state, action)
             going = ~so_far.finished

@@ -73,7 +73,8 @@ def make_opponent(name: str, spec: EnvSpec) -> Opponent:
       UserError: unknown name, or no such opponent for this environment.
     """
     if name not in OPPONENTS:
-        raise UserError("--opponent", name, f"must be one of {', '.join(OPPONENTS)}", nearest_name(name, OPPONENTS))
+        rule = f"must be one of {', '.join(OPPONENTS)}, or the directory of a run"
+        raise UserError("--opponent", name, rule, nearest_name(name, OPPONENTS))
     opponent = OPPONENTS[name](spec)
     if opponent is None:
         raise UserError("--opponent", name, f"is not known for {spec.id}", "random")

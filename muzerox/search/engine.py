@@ -1,11 +1,13 @@
 """The search loop: one tree an element of the batch, all grown in step, in O(B A) a level.
 
-mctx (DeepMind) is the reference for every number here. Three facts make the same answers cheaper:
+mctx (DeepMind) is the reference for every number here. Four facts make the same answers cheaper:
 
 - What a node would select changes only when a backup passes through it. So the backup, which has the node's statistics at
   hand, also notes where a descent from that node would end; the next descent is one lookup below the root.
-- A level of the backup touches one node of every tree. Its loop is one over the batch with a scalar condition and scatters
-  that drop finished trees; a batched condition would make XLA select over whole trees, once a level.
+- A level of the backup touches one node of every tree. Its loop is one over the batch, as long as the deepest leaf is deep;
+  a tree that has come to its root goes on in a place that nobody reads. A condition of each tree's own would make XLA select
+  over whole trees, once a level.
+- Nodes of the same number lie side by side: what all trees expand at once is written as one slice.
 - Statistics of an edge are those of the node it leads to: only visits and Q of children are kept twice, in rows that a
   selection reads at once; the rest of an ``mctx.Tree`` is put together at the end, and only if somebody reads it.
 """
@@ -319,7 +321,7 @@ def _as_mctx(
     nodes: _Nodes, state: _Root, root: mctx.RootFnOutput, num_simulations: int, invalid_actions: Any, extra_data: Any
 ) -> mctx.Tree:
     """The tree in mctx's fields, [B, N, ...]. What nobody reads of it is never computed under jit."""
-    batch, actions = root.prior_logits.shape
+    batch = root.value.shape[0]
 
     def whole(x: jax.Array, at_root: jax.Array | int) -> jax.Array:
         """[N B, ...] as [B, N, ...]."""

@@ -1,4 +1,4 @@
-"""A tiny run that has finished, made once and copied by whoever changes it."""
+"""Tiny runs that have finished, made once and copied by whoever changes them."""
 
 from __future__ import annotations
 
@@ -34,4 +34,13 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = muzerox.Config.preset("gymnax:CartPole-v1").replace(TINY)
     result = muzerox.train(config, out=out, quiet=True)
     assert result.finished
+    return out
+
+
+@pytest.fixture(scope="session")
+def finished_game(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of a game for two. Do not write in it: copy it."""
+    out = tmp_path_factory.mktemp("finished") / "game"
+    config = muzerox.Config.preset("pgx:tic_tac_toe").replace(TINY)
+    assert muzerox.train(config, out=out, quiet=True).finished
     return out

@@ -362,7 +362,7 @@ drop_a_failed_task(ValueError("bytes out of range"))
 """
 
 
-@pytest.mark.parametrize("ended, lines", [("failed", 0), ("well", 1)])
+@pytest.mark.parametrize(("ended", "lines"), [("failed", 0), ("well", 1)])
 def test_a_read_that_nobody_waits_for_is_silent_only_after_a_failure(ended: str, lines: int, world: Path) -> None:
     _, _, stderr = run(world, sys.executable, "-c", LATE_READS, ended)
     assert stderr.count("Task exception was never retrieved") == lines, stderr

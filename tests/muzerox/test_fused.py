@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
+import golden_trees
 import jax
 import jax.numpy as jnp
 import mctx
@@ -65,6 +67,8 @@ def test_the_trees_are_those_of_mctx(policy: str, case: Case, options: dict[str,
     [
         Case(batch=256, simulations=32, actions=18, seed=5),
         Case(batch=256, simulations=50, actions=2, seed=6, discount=-1.0),
+        pytest.param(Case(batch=64, simulations=200, actions=82, seed=7), marks=pytest.mark.slow),
+        pytest.param(Case(batch=256, simulations=100, actions=9, seed=8, spread=5.0, sharpness=3.0), marks=pytest.mark.slow),
     ],
     ids=lambda case: f"{case.batch}x{case.simulations}x{case.actions}",
 )
@@ -145,11 +149,24 @@ def test_stochastic_search_grows_the_trees_of_mctx(masked: bool) -> None:
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
-    """Both policies, in float64, node for node."""
+    answers_are_those_of_mctx(data, batch=16, simulations=24, actions=12)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_large_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
+    answers_are_those_of_mctx(data, batch=256, simulations=200, actions=362)
+
+
+def answers_are_those_of_mctx(data: st.DataObject, *, batch: int, simulations: int, actions: int) -> None:
+    """Both policies, in float64, node for node, on a problem of at most these shapes that mctx solves in seconds."""
+    b = data.draw(st.sampled_from([1, 2, 3, 8, batch // 2, batch]))
+    n = data.draw(st.integers(1, min(simulations, max(2, 1_000_000 // (b * 12)))))
     case = Case(
-        batch=data.draw(st.integers(1, 16)),
-        simulations=data.draw(st.integers(1, 24)),
-        actions=data.draw(st.integers(2, 12)),
+        batch=b,
+        simulations=n,
+        actions=data.draw(st.integers(2, min(actions, max(2, 1_000_000 // (b * n))))),
         seed=data.draw(st.integers(0, 2**16)),
         sharpness=data.draw(st.sampled_from([0.1, 1.0, 5.0])),
         spread=data.draw(st.sampled_from([0.1, 1.0, 10.0])),
@@ -204,3 +221,13 @@ def test_a_tree_search_in_numpy_agrees(policy: str, discount: float) -> None:
                 compare(child, int(ours.children_index[b, index, action]))
 
         compare(start, 0)
+
+
+@pytest.mark.parametrize("name", golden_trees.CASES)
+def test_golden_trees(name: str) -> None:
+    kept = json.loads(golden_trees.FILE.read_text())[name]
+    for field, x in golden_trees.grow(fused, name).items():
+        if np.issubdtype(x.dtype, np.integer):
+            np.testing.assert_array_equal(x, kept[field], err_msg=field)
+        else:
+            np.testing.assert_allclose(x, kept[field], rtol=1e-9, atol=1e-12, err_msg=field)

@@ -20,6 +20,7 @@ from muzerox.config import Config, SearchConfig
 from muzerox.envs import make_env
 from muzerox.networks import make_model
 from muzerox.precision import POLICIES
+from muzerox.search import ENGINES, default_engine
 from muzerox.search.policy import gumbel_search, muzero_search
 from muzerox.types import Algorithm, EnvSpec, Params
 
@@ -64,14 +65,19 @@ def _direct(config: Config, spec: EnvSpec, params: Params, observation: jax.Arra
     return mctx.RootFnOutput(prior_logits=policy, value=value(logits), embedding=hidden), recurrent
 
 
+def test_the_default_engine_is_the_one_measured_faster() -> None:
+    assert (default_engine("cpu"), default_engine("gpu"), default_engine("tpu")) == ("fused", "mctx", "mctx")
+
+
+@pytest.mark.parametrize("engine", ["auto", *ENGINES])
 @pytest.mark.parametrize(
     ("name", "spec", "explore"),
     [("gumbel", GAME, True), ("gumbel", VECTOR, False), ("muzero", VECTOR, True), ("muzero", GAME, False)],
     ids=["gumbel", "gumbel greedy", "muzero", "muzero greedy"],
 )
-def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool) -> None:
+def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool, engine: str) -> None:
     changes = {"search__max_depth": 4, "search__max_considered_actions": 3, "search__gumbel_scale": 0.7}
-    config, algorithm, params, observation, legal = _setup(spec, search__algorithm=name, **changes)
+    config, algorithm, params, observation, legal = _setup(spec, search__algorithm=name, search__engine=engine, **changes)
     search = config.search
 
     @jax.jit
