@@ -231,8 +231,8 @@ class _Session:
             first_update_seconds=first_seconds,
             phases={k: round(v, 3) for k, v in clock.seconds.items()},
         )
+        draw_return_curve(self.run, self.config)  # stopped by a signal too: it may never go on
         if finished:
-            draw_return_curve(self.run, self.config)
             write_atomically(self.run.result_file, json.dumps(result.to_dict(), indent=1) + "\n")
         return result
 

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: every resume continues, and nothing reported as saved is lost."""
+"""kill -9 at random moments: every resume continues, and nothing reported as saved is lost. Signals that ask: all is kept."""
 
 from __future__ import annotations
 
@@ -76,3 +76,20 @@ def test_twenty_kills_lose_nothing(tmp_path: Path) -> None:
     assert int(re.search(r"resumed at update ([\d,]+)", log.read_text())[1].replace(",", "")) >= reported  # type: ignore[index]
     assert RunDir(out).result() is not None
     assert not list((out / "checkpoints").glob("*tmp*"))
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_draws_and_says_how_to_go_on(asked: signal.Signals, tmp_path: Path) -> None:
+    out, log = tmp_path / "run", tmp_path / "stderr"
+    settings = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
+    process = start(["--env", "gymnax:CartPole-v1", "--out", str(out), *settings], log)
+    deadline = time.monotonic() + 120
+    while not last_saved(log.read_text()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(asked)
+    assert process.wait(timeout=60) == 130, log.read_text()
+    text = log.read_text()
+    assert f"stopped and saved; continue with: muzerox train --resume {out}" in text
+    assert max(int(p.name) for p in (out / "checkpoints").iterdir()) == last_saved(text) == RunDir(out).metrics()[-1]["updates"]
+    assert (out / "return_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "result.json").exists()
