@@ -25,12 +25,12 @@ EVALUATIONS = ("train.eval_period=30000", "train.eval_episodes=64", "train.max_e
 def copy_agent(run: Path, to: Path) -> int:
     """A run directory with the newest checkpoint alone, while training goes on; returns the checkpoint's updates."""
     for _ in range(100):
-        steps = sorted(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
         try:
-            shutil.copytree(run / "checkpoints" / str(steps[-1]), to / "checkpoints" / str(steps[-1]))
+            newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
+            shutil.copytree(run / "checkpoints" / str(newest), to / "checkpoints" / str(newest))
             shutil.copy(run / "config.toml", to)
-            return steps[-1]
-        except (shutil.Error, FileNotFoundError):  # training replaced it meanwhile
+            return newest
+        except (shutil.Error, FileNotFoundError, ValueError):  # none yet, or training replaced it meanwhile
             shutil.rmtree(to, ignore_errors=True)
             time.sleep(1.0)
     raise SystemExit(f"{run / 'checkpoints'}: no checkpoint could be copied")

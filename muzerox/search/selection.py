@@ -128,14 +128,13 @@ def _halving_visits(considered: int, num_simulations: int) -> list[int]:
 
 def gumbel_interior(num_simulations: int, qtransform: QTransform) -> Select:
     """The action whose share of visits is farthest below its share of the improved policy (the same paper)."""
-    options = _options(qtransform, mctx.qtransform_completed_by_mix_value)
-    bounded = options is not None and _bounded(options, num_simulations)
+    bounded = _bounded(_options(qtransform, mctx.qtransform_completed_by_mix_value), num_simulations)
 
     def select(node: Node) -> jax.Array:
         completed = completed_q(node, qtransform)
-        if options is not None and bounded:
+        if bounded:
             # The softmax without its logits and without a search for the largest of them: how large Q can be is known.
-            highest = (options["maxvisit_init"] + node.most_visits) * options["value_scale"]
+            highest = (bounded["maxvisit_init"] + node.most_visits) * bounded["value_scale"]
             unscaled = node.prior * jnp.exp(completed - highest[:, None])
         else:
             logits = node.prior_logits + completed
@@ -146,11 +145,14 @@ def gumbel_interior(num_simulations: int, qtransform: QTransform) -> Select:
     return select
 
 
-def _bounded(options: dict[str, Any], num_simulations: int) -> bool:
-    """Whether Q is so near its largest that no weight can vanish that a softmax would have kept in float32."""
+def _bounded(options: dict[str, Any] | None, num_simulations: int) -> dict[str, Any] | None:
+    """The options if with them Q is so near its largest that no weight vanishes that a softmax would have kept in float32."""
+    if options is None or not options["rescale_values"]:
+        return None
     scale, visits = options["value_scale"], options["maxvisit_init"]
-    known = isinstance(scale, int | float) and isinstance(visits, int | float) and bool(options["rescale_values"])
-    return known and scale >= 0 and 0 <= (visits + num_simulations) * scale <= 40
+    if not (isinstance(scale, int | float) and isinstance(visits, int | float)):  # traced: not known
+        return None
+    return options if scale >= 0 and 0 <= (visits + num_simulations) * scale <= 40 else None
 
 
 def puct_score(node: Node, bits: jax.Array, qtransform: QTransform, pb_c_init: Any, pb_c_base: Any) -> jax.Array:
