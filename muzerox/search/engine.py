@@ -20,42 +20,56 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import mctx
+from flax import struct
 
 ROOT = mctx.Tree.ROOT_INDEX
 UNVISITED = mctx.Tree.UNVISITED
 NO_PARENT = mctx.Tree.NO_PARENT
 
 
-class Node(NamedTuple):
-    """One node of every tree: all that a selection may depend on. Unvisited children have q 0."""
+class Node(struct.PyTreeNode):
+    """One node of every tree: all that a selection may depend on. Unvisited children have q 0.
+
+    What there is of every action has an axis of actions and one of trees, in the order of ``axis``; written [B|A] here.
+    """
 
     number: jax.Array  # [B] int32, of the node in its tree
     depth: jax.Array  # [B] int32, 0 at the root
     visits: jax.Array  # [B] int32, one more than those of its children
     value: jax.Array  # [B] mean of what was backed up
     raw_value: jax.Array  # [B] the network's
-    prior_logits: jax.Array  # [B, A]
-    prior: jax.Array  # [B, A] their softmax, nowhere 0
+    prior_logits: jax.Array  # [B|A]
+    prior: jax.Array  # [B|A] their softmax, nowhere 0
     seen_prior: jax.Array  # [B] its sum over visited children
     most_visits: jax.Array  # [B] int32, of a child
-    child_visits: jax.Array  # [B, A] whole numbers
-    q: jax.Array  # [B, A] reward and discounted value of the child
+    child_visits: jax.Array  # [B|A] whole numbers
+    q: jax.Array  # [B|A] reward and discounted value of the child
+    axis: int = struct.field(pytree_node=False)  # of the actions: 0 or 1
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """The same for every action, of [B]."""
+        return jnp.expand_dims(x, self.axis)
 
 
 Select = Callable[[Node], jax.Array]  # the action [B] int32
 
-# What is gathered and scattered together lies together: columns of a node, and planes of its row.
-_VISITS, _MOST_VISITS, _END, _PARENT, _ACTION, _DEPTH = range(6)  # end: the edge n A + a where a descent from here ends
-_VALUE, _SEEN_PRIOR, _RAW_VALUE, _REWARD, _DISCOUNT = range(5)  # reward and discount are of the step that led here
-_PRIOR, _Q, _CHILD_VISITS = range(3)
+# With up to so many actions a reduction over them is one over trees side by side, which vectorises, and the transposition
+# is the cheaper of the two.
+_FEW = 32
+
+# What is gathered and scattered together lies together.
+_END, _PARENT, _ACTION, _DEPTH = range(4)  # end: the edge n A + a where a descent from here ends
+_VALUE, _RAW_VALUE, _REWARD, _DISCOUNT = range(4)  # reward and discount are of the step that led here
+_Q, _CHILD_VISITS = range(2)
 
 
 class _Nodes(NamedTuple):
-    """Nodes of all trees: tree b's node n is at n B + b. The root's own statistics are in ``_Root``."""
+    """Nodes of all trees: tree b's node n is at n B + b, its edges from (n B + b) A on. The root's own are in ``_Root``."""
 
-    ints: jax.Array  # [N B, 6] int32
-    floats: jax.Array  # [N B, 5]
-    rows: jax.Array  # [N B, 3, A]
+    ints: jax.Array  # [N B, 4] int32
+    floats: jax.Array  # [N B, 4]
+    edges: jax.Array  # [N B A, 2] Q and visits
+    prior: jax.Array  # [N B, A]
     prior_logits: jax.Array  # [N B, A]
     child: jax.Array  # [N B, A] int32, node of the same tree
     embedding: Any  # [N B, ...]
@@ -65,9 +79,9 @@ class _Root(NamedTuple):
     """What changes at the root: every simulation passes it, so nothing of it needs gathering."""
 
     value: jax.Array  # [B]
-    child: jax.Array  # [B, A] int32
-    child_visits: jax.Array  # [B, A]
-    q: jax.Array  # [B, A]
+    child: jax.Array  # [B|A] int32
+    child_visits: jax.Array  # [B|A]
+    q: jax.Array  # [B|A]
 
 
 def search(
@@ -101,10 +115,11 @@ def search(
     limit = num_simulations if max_depth is None else max_depth
     cut = limit < num_simulations  # whether a descent may end at a node that is there already
     trees = jnp.arange(batch, dtype=jnp.int32)
+    axis = action_axis(actions)
     nodes, root_state = _init(root, num_simulations)
     keys = _expansion_keys(key, num_simulations)
     dtype = root_state.value.dtype
-    root_prior = _prior(root.prior_logits, dtype)
+    root_logits, root_prior = turned(root.prior_logits, axis), turned(_prior(root.prior_logits, dtype), axis)
     zero = jnp.zeros(batch, jnp.int32)
 
     def root_node(state: _Root, visits: jax.Array) -> Node:
@@ -114,12 +129,13 @@ def search(
             visits=zero + visits,
             value=state.value,
             raw_value=root.value.astype(dtype),
-            prior_logits=root.prior_logits,
+            prior_logits=root_logits,
             prior=root_prior,
-            seen_prior=jnp.sum(jnp.where(state.child_visits > 0, root_prior, 0.0), axis=1),
-            most_visits=jnp.max(state.child_visits, axis=1).astype(jnp.int32),
+            seen_prior=jnp.sum(jnp.where(state.child_visits > 0, root_prior, 0.0), axis=axis),
+            most_visits=jnp.max(state.child_visits, axis=axis).astype(jnp.int32),
             child_visits=state.child_visits,
             q=state.q,
+            axis=axis,
         )
 
     def simulate(sim: jax.Array, carry: tuple[_Nodes, _Root]) -> tuple[_Nodes, _Root]:
@@ -128,7 +144,7 @@ def search(
 
         # Descend.
         root_action = select_root(root_node(state, new))
-        child = _at(state.child, trees, root_action)
+        child = _pick(state.child, root_action, axis)
         stops = (child == UNVISITED) | (limit <= 1)
         end = jnp.where(stops, root_action, _at(nodes.ints, jnp.maximum(child, 0) * batch + trees, _END))
         parent, action = end // actions, end % actions
@@ -143,23 +159,25 @@ def search(
         # Expand.
         step, embedding = recurrent_fn(params, keys[sim], action, jax.tree.map(lambda x: _at(x, at_parent), nodes.embedding))
         logits, value = step.prior_logits.astype(nodes.prior_logits.dtype), step.value.astype(dtype)
-        nothing = jnp.zeros((batch, actions), dtype)
+        prior = _prior(logits, dtype)
+        nothing = jnp.zeros_like(turned(prior, axis))
         fresh = Node(
             number=leaf,
             depth=_at(nodes.ints, at_parent, _DEPTH) + 1,
-            visits=_at(nodes.ints, at_leaf, _VISITS) + 1 if cut else zero + 1,
+            visits=zero + 1,
             value=value,
             raw_value=value,
-            prior_logits=logits,
-            prior=_prior(logits, dtype),
-            seen_prior=nothing[:, 0],
+            prior_logits=turned(logits, axis),
+            prior=turned(prior, axis),
+            seen_prior=jnp.zeros(batch, dtype),
             most_visits=zero,
             child_visits=nothing,
             q=nothing,
+            axis=axis,
         )
         reward, discount = step.reward.astype(dtype), step.discount.astype(dtype)
-        ints = (fresh.visits, zero, leaf * actions + select(fresh), parent, action, fresh.depth)
-        floats = (value, nothing[:, 0], value, reward, discount)
+        ints = (leaf * actions + select(fresh), parent, action, fresh.depth)
+        floats = (value, value, reward, discount)
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
             y = y.astype(x.dtype)
@@ -168,7 +186,8 @@ def search(
         nodes = _Nodes(
             ints=write(nodes.ints, jnp.stack(ints, axis=1)),
             floats=write(nodes.floats, jnp.stack(floats, axis=1)),
-            rows=write(nodes.rows, jnp.stack([fresh.prior, nothing, nothing], axis=1)),
+            edges=nodes.edges,
+            prior=write(nodes.prior, prior),
             prior_logits=write(nodes.prior_logits, logits),
             child=_set(nodes.child, at_parent, action, value=leaf),
             embedding=jax.tree.map(write, nodes.embedding, embedding),
@@ -180,12 +199,12 @@ def search(
         number = jnp.where(stops, leaf, child)
         top = _at(nodes.floats, number * batch + trees)
         returned = top[:, _REWARD] + top[:, _DISCOUNT] * returned
-        here = _one_hot(root_action, actions)
+        here = _one_hot(root_action, actions, axis)
         state = _Root(
             value=(state.value * new + returned) / (new + 1.0),
-            child=jnp.where(here, number[:, None], state.child),
+            child=jnp.where(here, jnp.expand_dims(number, axis), state.child),
             child_visits=state.child_visits + here,
-            q=jnp.where(here, (top[:, _REWARD] + top[:, _DISCOUNT] * top[:, _VALUE])[:, None], state.q),
+            q=jnp.where(here, jnp.expand_dims(top[:, _REWARD] + top[:, _DISCOUNT] * top[:, _VALUE], axis), state.q),
         )
         return nodes, state
 
@@ -214,40 +233,43 @@ def _backup(
     ``depth`` [B] is the leaf's. A tree that has come to its root goes on updating the root's place, which nobody reads.
     """
     batch, actions = trees.shape[0], nodes.child.shape[1]
+    axis = action_axis(actions)
 
     def climb(height: jax.Array, carry: tuple[_Nodes, _Level, jax.Array]) -> tuple[_Nodes, _Level, jax.Array]:
         nodes, level, top = carry
         at = level.parent * batch + trees
-        ints, floats, row = _at(nodes.ints, at), _at(nodes.floats, at), _at(nodes.rows, at)
-        visits = ints[:, _VISITS]
+        ints, floats, prior = _at(nodes.ints, at), _at(nodes.floats, at), turned(_at(nodes.prior, at), axis)
+        edges = _at(nodes.edges.reshape(-1, 2 * actions), at).reshape(batch, actions, 2)
+        old_q, old_visits = turned(edges[..., _Q], axis), turned(edges[..., _CHILD_VISITS], axis)
         returned = level.reward + level.discount * level.returned
         q = level.reward + level.discount * level.value
-        here = _one_hot(level.action, actions)
+        here = _one_hot(level.action, actions, axis)
         # Every value that is written depends on all that was read there before: without that, XLA copies whole trees first.
-        edge = jnp.take_along_axis(row, level.action[:, None, None], axis=2, mode="promise_in_bounds")[:, :, 0]
-        times = edge[:, _CHILD_VISITS] + 1.0
+        times = _pick(old_visits, level.action, axis) + 1.0
+        child_visits = old_visits + here
+        visits = jnp.sum(child_visits, axis=axis)
         node = Node(
             number=level.parent,
             depth=ints[:, _DEPTH],
-            visits=visits + 1,
+            visits=visits.astype(jnp.int32) + 1,
             value=(floats[:, _VALUE] * visits + returned) / (visits + 1.0),
             raw_value=floats[:, _RAW_VALUE],
-            prior_logits=_at(nodes.prior_logits, at),
-            prior=row[:, _PRIOR],
-            seen_prior=floats[:, _SEEN_PRIOR] + jnp.where(times == 1.0, edge[:, _PRIOR], 0.0),
-            most_visits=jnp.maximum(ints[:, _MOST_VISITS], times.astype(jnp.int32)),
-            child_visits=row[:, _CHILD_VISITS] + here,
-            q=jnp.where(here, q[:, None], row[:, _Q]),
+            prior_logits=turned(_at(nodes.prior_logits, at), axis),
+            prior=prior,
+            seen_prior=jnp.sum(jnp.where(child_visits > 0, prior, 0.0), axis=axis),
+            most_visits=jnp.max(child_visits, axis=axis).astype(jnp.int32),
+            child_visits=child_visits,
+            q=jnp.where(here, jnp.expand_dims(q, axis), old_q),
+            axis=axis,
         )
         best = select(node)
         child = _at(nodes.child, at, best)
         stops = (child == UNVISITED) | (node.depth + 1 >= limit)
         end = jnp.where(stops, level.parent * actions + best, _at(nodes.ints, jnp.maximum(child, 0) * batch + trees, _END))
-        changed = (node.visits, node.most_visits, end)
         nodes = nodes._replace(
-            ints=_set(nodes.ints, at, slice(_VISITS, _END + 1), value=jnp.stack(changed, axis=1)),
-            floats=_set(nodes.floats, at, slice(_VALUE, _SEEN_PRIOR + 1), value=jnp.stack([node.value, node.seen_prior], axis=1)),
-            rows=_set(nodes.rows, at, slice(_Q, _CHILD_VISITS + 1), level.action, value=jnp.stack([q, times], axis=1)),
+            ints=_set(nodes.ints, at, _END, value=end),
+            floats=_set(nodes.floats, at, _VALUE, value=node.value),
+            edges=_set(nodes.edges, at * actions + level.action, value=jnp.stack([q, times], axis=1)),
         )
         above = _Level(
             level.parent,
@@ -288,8 +310,23 @@ def _prior(logits: jax.Array, dtype: Any) -> jax.Array:
     return jnp.maximum(jax.nn.softmax(logits), jnp.finfo(logits.dtype).tiny).astype(dtype)
 
 
-def _one_hot(action: jax.Array, actions: int) -> jax.Array:
-    return action[:, None] == jnp.arange(actions, dtype=jnp.int32)[None, :]
+def action_axis(actions: int) -> int:
+    """The axis of actions in what a selection reads: 0 if they are few."""
+    return 0 if actions <= _FEW else 1
+
+
+def turned(x: jax.Array, axis: int) -> jax.Array:
+    """[B, A] as a selection reads it, and back."""
+    return x.T if axis == 0 else x
+
+
+def _pick(x: jax.Array, action: jax.Array, axis: int) -> jax.Array:
+    """The action's element [B] of what there is of every action."""
+    return jnp.take_along_axis(x, jnp.expand_dims(action, axis), axis=axis, mode="promise_in_bounds").squeeze(axis)
+
+
+def _one_hot(action: jax.Array, actions: int, axis: int) -> jax.Array:
+    return jnp.expand_dims(action, axis) == jnp.expand_dims(jnp.arange(actions, dtype=jnp.int32), 1 - axis)
 
 
 def _init(root: mctx.RootFnOutput, num_simulations: int) -> tuple[_Nodes, _Root]:
@@ -301,18 +338,20 @@ def _init(root: mctx.RootFnOutput, num_simulations: int) -> tuple[_Nodes, _Root]
         return jnp.zeros((count, *x.shape[1:]), x.dtype).at[:batch].set(x)
 
     nodes = _Nodes(
-        ints=jnp.zeros((count, 6), jnp.int32),
-        floats=jnp.zeros((count, 5), dtype),
-        rows=jnp.zeros((count, 3, actions), dtype),
+        ints=jnp.zeros((count, 4), jnp.int32),
+        floats=jnp.zeros((count, 4), dtype),
+        edges=jnp.zeros((count * actions, 2), dtype),
+        prior=jnp.zeros((count, actions), dtype),
         prior_logits=jnp.zeros((count, actions), root.prior_logits.dtype),
         child=jnp.full((count, actions), UNVISITED, jnp.int32),
         embedding=jax.tree.map(room, root.embedding),
     )
+    per_action = turned(root.prior_logits, action_axis(actions)).shape
     state = _Root(
         value=root.value.astype(dtype),
-        child=jnp.full((batch, actions), UNVISITED, jnp.int32),
-        child_visits=jnp.zeros((batch, actions), dtype),
-        q=jnp.zeros((batch, actions), dtype),
+        child=jnp.full(per_action, UNVISITED, jnp.int32),
+        child_visits=jnp.zeros(per_action, dtype),
+        q=jnp.zeros(per_action, dtype),
     )
     return nodes, state
 
@@ -321,34 +360,36 @@ def _as_mctx(
     nodes: _Nodes, state: _Root, root: mctx.RootFnOutput, num_simulations: int, invalid_actions: Any, extra_data: Any
 ) -> mctx.Tree:
     """The tree in mctx's fields, [B, N, ...]. What nobody reads of it is never computed under jit."""
-    batch = root.value.shape[0]
+    batch, actions = root.prior_logits.shape
+    axis = action_axis(actions)
 
     def whole(x: jax.Array, at_root: jax.Array | int) -> jax.Array:
         """[N B, ...] as [B, N, ...]."""
         return jnp.swapaxes(x.at[:batch].set(at_root).reshape((num_simulations + 1, batch, *x.shape[1:])), 0, 1)
 
-    child = whole(nodes.child, state.child)
+    child = whole(nodes.child, turned(state.child, axis))
     value = whole(nodes.floats[:, _VALUE], state.value)
-    visits = whole(nodes.ints[:, _VISITS], num_simulations + 1)
+    child_visits = nodes.edges[:, _CHILD_VISITS].reshape(-1, actions)
+    child_visits = whole(child_visits, turned(state.child_visits, axis)).astype(jnp.int32)
+    below_root = whole(nodes.ints[:, _DEPTH], 0) > 0  # where there is a node at all
+    parent, action = (jnp.where(below_root, whole(nodes.ints[:, i], 0), NO_PARENT) for i in (_PARENT, _ACTION))
+    visits = jax.vmap(lambda of, n, a: of[n, a])(child_visits, parent, action)  # a node's are those of the edge to it
 
     def of_child(x: jax.Array) -> jax.Array:
         """What is known of the node that an edge leads to [B, N, A]; 0 where it leads nowhere."""
         found = jax.vmap(lambda node, index: node[jnp.maximum(index, 0)])(x, child)
         return jnp.where(child == UNVISITED, 0, found)
 
-    def origin(which: int) -> jax.Array:
-        return jnp.where(visits > 0, whole(nodes.ints[:, which], NO_PARENT), NO_PARENT)
-
     return mctx.Tree(
-        node_visits=visits,
+        node_visits=jnp.where(below_root, visits, 0).at[:, ROOT].set(num_simulations + 1),
         raw_values=whole(nodes.floats[:, _RAW_VALUE], root.value.astype(value.dtype)),
         node_values=value,
-        parents=origin(_PARENT),
-        action_from_parent=origin(_ACTION),
+        parents=parent,
+        action_from_parent=action,
         children_index=child,
         children_prior_logits=whole(nodes.prior_logits, root.prior_logits),
         children_values=of_child(value),
-        children_visits=of_child(visits),
+        children_visits=child_visits,
         children_rewards=of_child(whole(nodes.floats[:, _REWARD], 0)),
         children_discounts=of_child(whole(nodes.floats[:, _DISCOUNT], 0)),
         embeddings=jax.tree.map(whole, nodes.embedding, root.embedding),

@@ -14,7 +14,7 @@ import mctx
 from flax import struct
 
 from muzerox.search import engine, selection
-from muzerox.search.engine import Node
+from muzerox.search.engine import Node, turned
 from muzerox.search.selection import QTransform
 
 _PER_ACTION = (
@@ -83,10 +83,10 @@ def gumbel_muzero_policy(
         loop_fn=loop_fn,
     )
     completed_q = selection.completed_q(node, qtransform)
-    most = jnp.max(node.child_visits, axis=1, keepdims=True)
+    best = turned(selection.considered(node, node.most_visits, turned(chosen, node.axis), completed_q), node.axis)
     return mctx.PolicyOutput(
-        action=selection.masked(selection.considered(node, most, chosen, completed_q), invalid_actions),
-        action_weights=jax.nn.softmax(_mask(logits + completed_q, invalid_actions)),
+        action=selection.masked(best, invalid_actions, axis=1),
+        action_weights=jax.nn.softmax(_mask(logits + turned(completed_q, node.axis), invalid_actions)),
         search_tree=tree,
     )
 
@@ -122,7 +122,9 @@ def muzero_policy(
     root = root.replace(
         prior_logits=_mask(_noisy(dirichlet_key, root.prior_logits, dirichlet_fraction, dirichlet_alpha), invalid_actions)
     )
-    bits = _tie_break_bits(search_key, root.prior_logits.shape)
+    axis = engine.action_axis(root.prior_logits.shape[1])
+    bits = turned(_tie_break_bits(search_key, root.prior_logits.shape), axis)
+    invalid = invalid_actions if invalid_actions is None else turned(invalid_actions, axis)
 
     def score(node: Node) -> jax.Array:
         return selection.puct_score(node, bits, qtransform, pb_c_init, pb_c_base)
@@ -132,14 +134,14 @@ def muzero_policy(
         search_key,
         root=root,
         recurrent_fn=recurrent_fn,
-        select_root=lambda node: selection.masked(score(node), invalid_actions),
-        select=lambda node: selection.masked(score(node), None),
+        select_root=lambda node: selection.masked(score(node), invalid, axis),
+        select=lambda node: selection.masked(score(node), None, axis),
         num_simulations=num_simulations,
         max_depth=max_depth,
         invalid_actions=invalid_actions,
         loop_fn=loop_fn,
     )
-    return _sampled(rng_key, tree, node.child_visits, temperature)
+    return _sampled(rng_key, tree, turned(node.child_visits, axis), temperature)
 
 
 def stochastic_muzero_policy(
@@ -187,7 +189,9 @@ def stochastic_muzero_policy(
             is_decision_node=jnp.ones(batch, bool),
         ),
     )
-    bits = _tie_break_bits(search_key, (batch, actions))
+    axis = engine.action_axis(actions + outcomes)
+    bits = turned(_tie_break_bits(search_key, (batch, actions)), axis)
+    invalid = invalid_actions if invalid_actions is None else turned(invalid_actions, axis)
 
     def decide(node: Node) -> jax.Array:
         return selection.puct_score(_slice(node, slice(None, actions)), bits, qtransform, pb_c_init, pb_c_base)
@@ -195,15 +199,15 @@ def stochastic_muzero_policy(
     def select(node: Node) -> jax.Array:
         chance = _slice(node, slice(actions, None))
         # Outcomes in proportion to their probability: the one that is farthest behind.
-        outcome = selection.masked(chance.prior / (chance.child_visits + 1), None)
-        return jnp.where(node.depth % 2 == 0, selection.masked(decide(node), None), actions + outcome)
+        outcome = selection.masked(chance.prior / (chance.child_visits + 1), None, axis)
+        return jnp.where(node.depth % 2 == 0, selection.masked(decide(node), None, axis), actions + outcome)
 
     tree, node = engine.search(
         params,
         search_key,
         root=root,
         recurrent_fn=_in_turns(decision_recurrent_fn, chance_recurrent_fn, actions, outcomes),
-        select_root=lambda node: selection.masked(decide(node), invalid_actions),
+        select_root=lambda node: selection.masked(decide(node), invalid, axis),
         select=select,
         num_simulations=num_simulations,
         max_depth=max_depth,
@@ -211,7 +215,7 @@ def stochastic_muzero_policy(
         loop_fn=loop_fn,
     )
     of_actions = {name: getattr(tree, name)[..., :actions] for name in _PER_ACTION}
-    return _sampled(rng_key, tree.replace(**of_actions), node.child_visits[:, :actions], temperature)
+    return _sampled(rng_key, tree.replace(**of_actions), turned(node.child_visits, axis)[:, :actions], temperature)
 
 
 def _in_turns(decision_fn: Any, chance_fn: Any, actions: int, outcomes: int) -> Any:
@@ -249,7 +253,8 @@ def _beside(logits: jax.Array, count: int, *, after: bool) -> jax.Array:
 
 def _slice(node: Node, which: slice) -> Node:
     """The node as if it had only some of its edges."""
-    return node._replace(**{name: getattr(node, name)[:, which] for name in ("prior_logits", "prior", "child_visits", "q")})
+    index = (which,) if node.axis == 0 else (slice(None), which)
+    return node.replace(**{name: getattr(node, name)[index] for name in ("prior_logits", "prior", "child_visits", "q")})
 
 
 def _sampled(key: jax.Array, tree: mctx.Tree, visits: jax.Array, temperature: Any) -> mctx.PolicyOutput:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import mctx
 import numpy as np
 
-from muzerox.search.engine import Node, Select
+from muzerox.search.engine import Node, Select, action_axis, turned
 
 QTransform = Callable[[Any, Any], jax.Array]
 _TIE_BREAK = 1e-7
@@ -28,10 +28,11 @@ def transformed_q(node: Node, qtransform: QTransform) -> jax.Array:
     options = _options(qtransform, mctx.qtransform_by_parent_and_siblings)
     if options is not None:
         seen = node.child_visits > 0
-        low, high = extremes(jnp.where(seen, node.q, node.value[:, None]))
+        low, high = extremes(jnp.where(seen, node.q, node.spread(node.value)), node.axis)
         low, high = jnp.minimum(low, node.value), jnp.maximum(high, node.value)
-        return jnp.where(seen, node.q - low[:, None], 0.0) / jnp.maximum(high - low, options["epsilon"])[:, None]
-    return jax.vmap(lambda one: qtransform(_alone(one), 0))(node)
+        return jnp.where(seen, node.q - node.spread(low), 0.0) / node.spread(jnp.maximum(high - low, options["epsilon"]))
+    trees = jax.tree.map(lambda x: (x.ndim - 1) * (1 - node.axis), node)  # the axis of the batch
+    return jax.vmap(lambda one: qtransform(_alone(one), 0), in_axes=(trees,), out_axes=1 - node.axis)(node)
 
 
 def _alone(node: Node) -> mctx.Tree:
@@ -65,13 +66,13 @@ def completed_q(node: Node, qtransform: QTransform) -> jax.Array:
     value = node.raw_value
     if options["use_mixed_value"]:
         total = node.visits - 1
-        weighted = jnp.sum(jnp.where(seen, node.prior * node.q, 0.0), axis=1) / jnp.maximum(node.seen_prior, tiny)
+        weighted = jnp.sum(jnp.where(seen, node.prior * node.q, 0.0), axis=node.axis) / jnp.maximum(node.seen_prior, tiny)
         value = (value + total * weighted) / node.visits
-    completed = jnp.where(seen, node.q, value[:, None])
+    completed = jnp.where(seen, node.q, node.spread(value))
     if options["rescale_values"]:
-        low, high = extremes(completed)
-        completed = (completed - low[:, None]) / jnp.maximum(high - low, options["epsilon"])[:, None]
-    return ((options["maxvisit_init"] + node.most_visits) * options["value_scale"])[:, None] * completed
+        low, high = extremes(completed, node.axis)
+        completed = (completed - node.spread(low)) / node.spread(jnp.maximum(high - low, options["epsilon"]))
+    return node.spread((options["maxvisit_init"] + node.most_visits) * options["value_scale"]) * completed
 
 
 def _options(qtransform: QTransform, of: QTransform) -> dict[str, Any] | None:
@@ -97,19 +98,21 @@ def gumbel_root(
     batch, actions = chosen.shape
     valid = jnp.full(batch, actions) if invalid is None else jnp.sum(1 - invalid, axis=1).astype(jnp.int32)
     table = np.array([_halving_visits(m, num_simulations) for m in range(max_num_considered_actions + 1)], np.int32)
-    wanted = jnp.asarray(table)[jnp.minimum(max_num_considered_actions, valid)]  # [B, N]
+    wanted = jnp.asarray(table).T[:, jnp.minimum(max_num_considered_actions, valid)]  # [N, B]
+    axis = action_axis(actions)
+    chosen, invalid = turned(chosen, axis), invalid if invalid is None else turned(invalid, axis)
 
     def select(node: Node) -> jax.Array:
-        visits = jax.lax.dynamic_index_in_dim(wanted, node.visits[0] - 1, axis=1)  # [B, 1]: all roots are as old
-        return masked(considered(node, visits, chosen, completed_q(node, qtransform)), invalid)
+        visits = wanted[node.visits[0] - 1]  # all roots are as old
+        return masked(considered(node, visits, chosen, completed_q(node, qtransform)), invalid, axis)
 
     return select
 
 
 def considered(node: Node, visits: jax.Array, chosen: jax.Array, completed: jax.Array) -> jax.Array:
-    """Scores [B, A] of the root's actions that were visited ``visits`` [B, 1] times; of the others, minus infinity."""
+    """Scores [B|A] of the root's actions that were visited ``visits`` [B] times; of the others, minus infinity."""
     # The floor lets an action be visited that is the only one considered.
-    return jnp.where(node.child_visits == visits, jnp.maximum(-1e9, chosen + completed), -jnp.inf)
+    return jnp.where(node.child_visits == node.spread(visits), jnp.maximum(-1e9, chosen + completed), -jnp.inf)
 
 
 def _halving_visits(considered: int, num_simulations: int) -> list[int]:
@@ -135,12 +138,12 @@ def gumbel_interior(num_simulations: int, qtransform: QTransform) -> Select:
         if bounded:
             # The softmax without its logits and without a search for the largest of them: how large Q can be is known.
             highest = (bounded["maxvisit_init"] + node.most_visits) * bounded["value_scale"]
-            unscaled = node.prior * jnp.exp(completed - highest[:, None])
+            unscaled = node.prior * jnp.exp(completed - node.spread(highest))
         else:
             logits = node.prior_logits + completed
-            unscaled = jnp.exp(logits - largest(logits)[:, None])
-        policy = unscaled / jnp.sum(unscaled, axis=1, keepdims=True)
-        return masked(policy - node.child_visits / node.visits[:, None], None)
+            unscaled = jnp.exp(logits - node.spread(largest(logits, node.axis)))
+        policy = unscaled / node.spread(jnp.sum(unscaled, axis=node.axis))
+        return masked(policy - node.child_visits / node.spread(node.visits), None, node.axis)
 
     return select
 
@@ -156,32 +159,32 @@ def _bounded(options: dict[str, Any] | None, num_simulations: int) -> dict[str, 
 
 
 def puct_score(node: Node, bits: jax.Array, qtransform: QTransform, pb_c_init: Any, pb_c_base: Any) -> jax.Array:
-    """What MuZero's rule chooses the largest of, [B, A] (Schrittwieser et al., arXiv:1911.08265, appendix B).
+    """What MuZero's rule chooses the largest of, [B|A] (Schrittwieser et al., arXiv:1911.08265, appendix B).
 
     Args:
-      bits: uint32 [B, A], random; every node, and every visit of it, makes its own noise of them, which breaks ties.
+      bits: uint32 [B|A], random; every node, and every visit of it, makes its own noise of them, which breaks ties.
     """
     pb_c = pb_c_init + jnp.log((node.visits + pb_c_base + 1.0) / pb_c_base)
-    policy_score = (jnp.sqrt(node.visits) * pb_c)[:, None] * node.prior / (node.child_visits + 1)
+    policy_score = node.spread(jnp.sqrt(node.visits) * pb_c) * node.prior / (node.child_visits + 1)
     return transformed_q(node, qtransform) + policy_score + _TIE_BREAK * _noise(bits, node).astype(policy_score.dtype)
 
 
 def _noise(bits: jax.Array, node: Node) -> jax.Array:
     """Uniform on [0, 1) from ``bits``, other for every node and visit: a hash, far cheaper than splitting keys."""
     salt = node.number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + node.visits.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
-    mixed = (bits ^ salt[:, None]) * jnp.uint32(0x7FEB352D)
+    mixed = (bits ^ node.spread(salt)) * jnp.uint32(0x7FEB352D)
     return (mixed >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
-def masked(score: jax.Array, invalid: jax.Array | None) -> jax.Array:
+def masked(score: jax.Array, invalid: jax.Array | None, axis: int) -> jax.Array:
     """The best valid action [B] int32; 0 where none is valid."""
     if invalid is not None:
         score = jnp.where(invalid, -jnp.inf, score)
-    last = score.shape[-1] - 1
-    numbers = jnp.arange(last + 1, dtype=jnp.int32)
+    last = score.shape[axis] - 1
+    numbers = jnp.expand_dims(jnp.arange(last + 1, dtype=jnp.int32), 1 - axis)
     # An argmax in two reductions, which vectorise where a reduction of pairs does not: four times as fast on a CPU.
     # The second in whole numbers: on floats XLA 0.10.2 crashes compiling some programs (tests/muzerox/test_checkpoint.py).
-    return jnp.min(jnp.where(score == largest(score)[:, None], numbers, last), axis=1)
+    return jnp.min(jnp.where(score == jnp.expand_dims(largest(score, axis), axis), numbers, last), axis=axis)
 
 
 # XLA gives the reductions it knows to a library on CPUs, which works a row at a time: dear where rows are short, or where
@@ -189,13 +192,13 @@ def masked(score: jax.Array, invalid: jax.Array | None) -> jax.Array:
 _SHORT = 20
 
 
-def largest(x: jax.Array) -> jax.Array:
-    """The largest of every row [B]."""
-    return jax.lax.reduce(x, np.array(-np.inf, x.dtype), lambda a, b: jnp.where(a > b, a, b), (1,))
+def largest(x: jax.Array, axis: int) -> jax.Array:
+    """The largest along an axis [B]."""
+    return jax.lax.reduce(x, np.array(-np.inf, x.dtype), lambda a, b: jnp.where(a > b, a, b), (axis,))
 
 
-def extremes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The smallest and the largest of every row [B]."""
-    if x.shape[1] <= _SHORT:
-        return -largest(-x), largest(x)
-    return jnp.min(x, axis=1), jnp.max(x, axis=1)
+def extremes(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The smallest and the largest along an axis [B]."""
+    if x.shape[axis] <= _SHORT:
+        return -largest(-x, axis), largest(x, axis)
+    return jnp.min(x, axis=axis), jnp.max(x, axis=axis)
