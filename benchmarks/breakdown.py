@@ -1,7 +1,8 @@
 """Where one self-play step and one update go: each part as a program of its own, timed in alternation with the whole.
 
 Parts do not add up to the whole: XLA fuses across them, and a program of its own pays for its call. ``network`` is the floor
-of the search, as many sequential evaluations as it makes; ``tree`` is what the search takes beyond that.
+of the search, as many sequential evaluations as it makes; ``tree`` is what the search takes beyond that. Self-play steps a
+second are given for every search engine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from common import finish, make_parser, use_device
 
-ENVIRONMENTS = ("gymnax:CartPole-v1", "pgx:connect_four")
+ENVIRONMENTS = ("gymnax:CartPole-v1", "gymnax:Breakout-MinAtar", "pgx:connect_four")
 
 
 def make_parts(config: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]]]:
@@ -29,7 +30,9 @@ def make_parts(config: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, Cal
     from muzerox.networks import make_model
     from muzerox.precision import POLICIES, resolve
     from muzerox.runtimes import make_runtime
+    from muzerox.search import ENGINES
     from muzerox.selfplay import EpisodeStats, make_act
+    from muzerox.types import Algorithm
 
     env = make_env(config.env)
     spec, train = env.spec, config.train
@@ -40,7 +43,9 @@ def make_parts(config: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, Cal
     key, params, actors, ring = jax.random.key(1), state.learner.params, state.actors, state.replay
     now = actors.timestep
     legal = now.legal if spec.has_legal else None
-    play = make_act(env, algorithm, random_action=train.random_action)
+
+    def play(search: Algorithm) -> Callable[..., Any]:
+        return make_act(env, search, random_action=train.random_action)
 
     def network(params: Any, observation: jax.Array) -> jax.Array:
         hidden = model.represent(params, observation)
@@ -69,18 +74,25 @@ def make_parts(config: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, Cal
     def loss(params: Any, batch: Any, targets: Any) -> jax.Array:
         return jnp.mean(algorithm.loss(params, batch, targets).loss)
 
+    def update(key: jax.Array, learner: Any, ring: Any) -> Any:
+        learner, ring, metrics = make_update(config, spec, algorithm)(key, learner, ring)
+        return learner, ring.replace(storage=None), metrics  # in a training the ring is donated; here it would be copied
+
     def call(function: Callable[..., Any], *arguments: Any, static: tuple[int, ...] = ()) -> Callable[[], Any]:
         program = jax.jit(function, static_argnums=static)
         return lambda: jax.block_until_ready(program(*arguments))
 
     acting = {
-        "whole": call(play, key, params, actors, EpisodeStats.zero()),
+        "whole": call(play(algorithm), key, params, actors, EpisodeStats.zero()),
         "search": call(algorithm.act, key, params, now.observation, legal, True, static=(4,)),
         "network": call(network, params, now.observation),
         "environment": call(environment, key, actors, jnp.zeros(config.runtime.num_envs, jnp.int32)),
     }
+    for engine in ENGINES:
+        search = make_algorithm(config.replace({"search.engine": engine}), spec)
+        acting[f"whole, {engine}"] = call(play(search), key, params, actors, EpisodeStats.zero())
     learning = {
-        "whole": call(make_update(config, spec, algorithm), key, state.learner, ring),
+        "whole": call(update, key, state.learner, ring),
         "sample": call(sample, key, params, ring),
         "targets": call(algorithm.targets, params, batch),
         "forward": call(loss, params, batch, targets),
@@ -122,8 +134,12 @@ def main() -> None:
         for title, parts in (("self-play step", acting), ("update", learning)):
             print(f"{env}, one {title} of {parts['whole']:.2f} ms", file=sys.stderr)
             for name, ms in parts.items():
-                if name != "whole":
+                if not name.startswith("whole"):
                     print(f"  {name:12} {ms:9.2f} ms {100 * ms / parts['whole']:5.0f}%", file=sys.stderr)
+        for name, ms in acting.items():
+            if name.startswith("whole, "):
+                rate = 1e3 * config.runtime.num_envs / ms
+                print(f"  self-play with {name.removeprefix('whole, ')}: {rate:,.0f} environment steps/s", file=sys.stderr)
         share = steps * acting["whole"] / (steps * acting["whole"] + learning["whole"])
         print(f"  of a training, {100 * share:.0f}% is self-play", file=sys.stderr, flush=True)
     finish("breakdown", {"environments": figures}, record=args.record)
