@@ -59,10 +59,39 @@ def conv_by_matmul(x: jax.Array, kernel: jax.Array, *_args: object, **_kwargs: o
     Returns:
       [B, H, W, D] float32. Each cell's nine neighbours side by side times the kernel as a matrix.
     """
-    _, height, width, channels = x.shape
+    return _convolution(x, kernel)
+
+
+@jax.custom_vjp
+def _convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return product(_neighbours(x), kernel.reshape(-1, kernel.shape[3]))
+
+
+def _neighbours(x: jax.Array) -> jax.Array:
+    """[B, H, W, C] -> [B, H, W, 9 C], zeros beyond the edges."""
+    _, height, width, _ = x.shape
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    neighbours = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
-    return product(jnp.concatenate(neighbours, axis=-1), kernel.reshape(9 * channels, -1))
+    return jnp.concatenate([padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=-1)
+
+
+def _convolution_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _convolution(x, kernel), (x, kernel)
+
+
+def _convolution_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Cell p of x meets kernel[k] in the output at p - k: both gradients are products with the neighbours of the cotangent in
+    # opposite order. JAX's own gradient keeps the neighbours of x and adds nine padded arrays: three times as slow.
+    x, kernel = saved
+    inputs, outputs = kernel.shape[2:]
+    around = _neighbours(cotangent.astype(x.dtype))
+    opposite = kernel[::-1, ::-1].swapaxes(2, 3).reshape(9 * outputs, inputs)
+    to_x = _product(around, opposite, ((3,), (0,)))
+    cells = (0, 1, 2)
+    to_kernel = _product(x, around, (cells, cells)).reshape(inputs, 3, 3, outputs)
+    return to_x.astype(x.dtype), to_kernel[:, ::-1, ::-1].transpose(1, 2, 0, 3).astype(kernel.dtype)
+
+
+_convolution.defvjp(_convolution_forward, _convolution_backward)
 
 
 def conv_3x3(inputs: int, outputs: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs) -> nnx.Conv:
