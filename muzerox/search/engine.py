@@ -8,8 +8,8 @@ mctx (DeepMind) is the reference for every number here. Four facts make the same
   a tree that has come to its root goes on in a place that nobody reads. A condition of each tree's own would make XLA select
   over whole trees, once a level.
 - Nodes of the same number lie side by side: what all trees expand at once is written as one slice.
-- Statistics of an edge are those of the node it leads to: only visits and Q of children are kept twice, side by
-  side, so that a selection reads them at once; the rest of an ``mctx.Tree`` is put together at the end, and only if somebody reads it.
+- Statistics of an edge are those of the node it leads to: only visits and Q of children are kept twice, side by side, so that a
+  selection reads them at once; the rest of an ``mctx.Tree`` is put together at the end, and only if somebody reads it.
 """
 
 from __future__ import annotations
