@@ -110,6 +110,9 @@ def search(
 
     Returns:
       The tree mctx would have grown, statistics at least float32; and its root.
+
+    Raises:
+      ValueError: the trees have 2^31 edges or more.
     """
     batch, actions = root.prior_logits.shape
     limit = num_simulations if max_depth is None else max_depth
@@ -271,15 +274,8 @@ def _backup(
             floats=_set(nodes.floats, at, _VALUE, value=node.value),
             edges=_set(nodes.edges, at * actions + level.action, value=jnp.stack([q, times], axis=1)),
         )
-        above = _Level(
-            level.parent,
-            node.value,
-            returned,
-            ints[:, _PARENT],
-            ints[:, _ACTION],
-            floats[:, _REWARD],
-            floats[:, _DISCOUNT],
-        )
+        step = floats[:, _REWARD], floats[:, _DISCOUNT]
+        above = _Level(level.parent, node.value, returned, ints[:, _PARENT], ints[:, _ACTION], *step)
         return nodes, above, jnp.where(height < depth - 1, returned, top)
 
     nodes, _, top = jax.lax.fori_loop(0, jnp.max(depth) - 1, climb, (nodes, level, level.returned))
@@ -332,6 +328,8 @@ def _one_hot(action: jax.Array, actions: int, axis: int) -> jax.Array:
 def _init(root: mctx.RootFnOutput, num_simulations: int) -> tuple[_Nodes, _Root]:
     batch, actions = root.prior_logits.shape
     count = batch * (num_simulations + 1)
+    if count * actions >= 2**31:  # edges are counted in int32
+        raise ValueError(f"{batch} roots, {num_simulations} simulations, {actions} actions: 2^31 edges or more; use fewer roots")
     dtype = jnp.promote_types(root.value.dtype, jnp.float32)  # averages in less are wrong
 
     def room(x: jax.Array) -> jax.Array:

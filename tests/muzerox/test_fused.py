@@ -231,3 +231,17 @@ def test_golden_trees(name: str) -> None:
             np.testing.assert_array_equal(x, kept[field], err_msg=field)
         else:
             np.testing.assert_allclose(x, kept[field], rtol=1e-9, atol=1e-12, err_msg=field)
+
+
+def test_more_edges_than_int32_counts_are_an_error() -> None:
+    root = mctx.RootFnOutput(
+        prior_logits=jax.ShapeDtypeStruct((2**16, 362), jnp.float32),
+        value=jax.ShapeDtypeStruct((2**16,), jnp.float32),
+        embedding=jax.ShapeDtypeStruct((2**16, 1), jnp.float32),
+    )
+
+    def search(root: mctx.RootFnOutput) -> Any:
+        return fused.muzero_policy(None, jax.random.key(0), root, lambda *_: None, num_simulations=200)
+
+    with pytest.raises(ValueError, match=r"65536 roots, 200 simulations, 362 actions: 2\^31 edges or more"):
+        jax.eval_shape(search, root)
