@@ -28,9 +28,9 @@ def run_json(arguments: list[str], home: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def solve(seed: int, home: Path, out: Path, changes: list[str]) -> dict[str, Any]:
+def solve(env: str, seed: int, home: Path, out: Path, changes: list[str]) -> dict[str, Any]:
     settings = [part for change in changes for part in ("--set", change)]
-    result = run_json(["train", "--env", "gymnax:CartPole-v1", "--seed", str(seed), "--out", str(out), *settings], home)
+    result = run_json(["train", "--env", env, "--seed", str(seed), "--out", str(out), *settings], home)
     fresh = run_json(["evaluate", str(out), "--episodes", "100", "--seed", str(1000 + seed)], home)
     keys = ("solved", "seconds", "first_update_seconds", "env_steps", "updates", "env_steps_per_second", "phases")
     return {"seed": seed, **{key: result[key] for key in keys}, "return_of_100_fresh_episodes": fresh["mean_return"]}
@@ -38,6 +38,7 @@ def solve(seed: int, home: Path, out: Path, changes: list[str]) -> dict[str, Any
 
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--env", default="gymnax:CartPole-v1", help="or gymnasium:CartPole-v1, under sebulba")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--set", action="append", default=[], help="change a key of the preset, for example precision.level=O1")
     args = parser.parse_args()
@@ -47,7 +48,7 @@ def main() -> None:
         for seed in range(args.seeds):
             home = Path(folder) / f"home-{seed}"
             for cache, found in runs.items():
-                found.append(solve(seed, home, Path(folder) / f"{cache}-{seed}", args.set))
+                found.append(solve(args.env, seed, home, Path(folder) / f"{cache}-{seed}", args.set))
                 row = found[-1]
                 print(
                     f"seed {seed} {cache}: {row['seconds']:.1f} s, first update {row['first_update_seconds']:.1f} s, "
@@ -59,7 +60,7 @@ def main() -> None:
         cache: {key: statistics.median(row[key] for row in found) for key in ("seconds", "first_update_seconds")}
         for cache, found in runs.items()
     }
-    finish("cartpole", {"changes": args.set, "medians": medians, **runs}, record=args.record)
+    finish("cartpole", {"env": args.env, "changes": args.set, "medians": medians, **runs}, record=args.record)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from muzerox.compilation import enable_cache
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import UserError
-from muzerox.evaluate import Evaluation, make_episodes, summarise
+from muzerox.evaluate import Evaluation, make_episodes, make_host_episodes, summarise
 from muzerox.opponents import OPPONENTS, Opponent, make_opponent
 from muzerox.run_dir import RunDir
-from muzerox.types import Algorithm, Environment, EnvSpec, Params
+from muzerox.types import Algorithm, Environment, EnvSpec, HostEnvironment, Params
 
 OPENING_MOVES = 2  # at random, in games between two agents
 
@@ -28,11 +28,11 @@ class Agent:
 
     Attributes:
       config: the run's configuration, at the precision level the agent acts at.
-      env: one instance of its environment.
+      env: its environment.
       params: nested dict of float32 arrays.
     """
 
-    def __init__(self, config: Config, env: Environment, algorithm: Algorithm, params: Params):
+    def __init__(self, config: Config, env: Environment | HostEnvironment, algorithm: Algorithm, params: Params):
         self.config, self.env, self.algorithm, self.params = config, env, algorithm, params
         self._act = jax.jit(lambda key, params, observation, legal: algorithm.act(key, params, observation, legal, False).action)
 
@@ -125,15 +125,10 @@ def evaluate_run(
     agent = Agent.load(path, precision=precision)
     against_run = opponent not in OPPONENTS and Path(opponent).is_dir()
     other = _agent_as_opponent(opponent, agent.spec) if against_run else make_opponent(opponent, agent.spec)
-    play = jax.jit(
-        make_episodes(
-            agent.env,
-            agent.algorithm,
-            episodes,
-            opponent=other,
-            random_moves=OPENING_MOVES if against_run else 0,
-        )
-    )
+    if isinstance(agent.env, HostEnvironment):
+        return summarise(agent.env, make_host_episodes(agent.env, agent.algorithm, episodes)(jax.random.key(seed), agent.params))
+    random_moves = OPENING_MOVES if against_run else 0
+    play = jax.jit(make_episodes(agent.env, agent.algorithm, episodes, opponent=other, random_moves=random_moves))
     return summarise(agent.env, play(jax.random.key(seed), agent.params))
 
 

@@ -41,8 +41,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _to_host(tree: Any) -> Any:
-    """Copies that later donation of the device's buffers cannot touch; keys as their data."""
-    return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if _is_key(x) else x), tree)
+    """Copies that later donation of the device's buffers cannot touch; keys as their data. NumPy arrays are taken as they are."""
+
+    def leaf(x: Any) -> np.ndarray:
+        return x if isinstance(x, np.ndarray) else np.array(jax.random.key_data(x) if _is_key(x) else x)
+
+    return jax.tree.map(leaf, tree)
 
 
 def _template(tree: Any) -> Any:

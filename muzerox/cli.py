@@ -93,6 +93,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _train_rows(result: Any) -> dict[str, Any]:
+    from muzerox.report import pipeline_rows
+
     rows: dict[str, Any] = {"solved": result.solved}
     if result.mean_return is not None:
         rows["evaluation"] = f"{result.mean_return:.2f} ± {result.std_return:.2f} over {result.episodes} episodes"
@@ -106,6 +108,7 @@ def _train_rows(result: Any) -> dict[str, Any]:
     if result.first_update_seconds is not None:
         rows["first update after"] = f"{result.first_update_seconds:.2f} s"
     rows["seconds by phase"] = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
+    rows |= pipeline_rows(result.pipeline)
     if result.finished:
         rows["return curve"] = str(Path(result.out) / "return_curve.png")
     return rows

@@ -7,6 +7,7 @@ agent: 1 won, 0 drawn, -1 lost.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,17 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from muzerox.opponents import Opponent, random_opponent
-from muzerox.types import Algorithm, Environment, Params, TimeStep
+from muzerox.types import Algorithm, Environment, HostEnvironment, Params, TimeStep
 
 MAX_EPISODE_STEPS = 27_000  # half an hour of Atari at 15 decisions a second; games without an end stop here
+HOST_BATCH = 64  # environments that play an evaluation on the host at a time
 
 
 class Episodes(NamedTuple):
     """Outcome of each episode."""
 
-    returns: jax.Array  # [episodes] float32, undiscounted
-    lengths: jax.Array  # [episodes] int32
-    finished: jax.Array  # [episodes] bool, False where the step limit cut it
+    returns: Any  # [episodes] float32, undiscounted
+    lengths: Any  # [episodes] int32
+    finished: Any  # [episodes] bool, False where the step limit cut it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,65 @@ def make_episodes(
     return play
 
 
-def summarise(env: Environment, episodes: Episodes) -> Evaluation:
+def make_host_episodes(
+    env: HostEnvironment,
+    algorithm: Algorithm,
+    episodes: int,
+    *,
+    opponent: Opponent = random_opponent,
+    max_steps: int = MAX_EPISODE_STEPS,
+    num_envs: int = HOST_BATCH,
+) -> Callable[[jax.Array | int, Params], Episodes]:
+    """``play(key or seed, params) -> Episodes`` of NumPy arrays, over environments that run on the host.
+
+    They are those of ``env.make_evaluation`` where it has one: whole games by their true score. Rounds of at most ``num_envs``
+    of them are played to the end, and the first episode of each counts, so that short ones are not counted more often.
+    The search is compiled at the first call, the environments are made and closed within each.
+
+    Args:
+      opponent: with two players, who the agent meets; it moves first in the odd games.
+      max_steps: episodes are cut after this many steps, counting both players'.
+    """
+    spec, size = env.spec, min(episodes, num_envs)
+    make = env.make_evaluation or env.make
+
+    @jax.jit
+    def choose(key: jax.Array, params: Params, observation: jax.Array, legal: Any, t: jax.Array, seat: jax.Array) -> jax.Array:
+        key_search, key_opponent = jax.random.split(jax.random.fold_in(key, t))
+        action = algorithm.act(key_search, params, observation, legal, False).action
+        if spec.num_players == 1:
+            return action
+        return jnp.where(t % 2 == seat, action, opponent(key_opponent, observation, legal))
+
+    def play(key: jax.Array | int, params: Params) -> Episodes:
+        key_envs, key_play = jax.random.split(jax.random.key(int(key)) if isinstance(key, numbers.Integral) else key)
+        batch = make(size, int(jax.random.randint(key_envs, (), 0, np.iinfo(np.int32).max)))
+        played = Episodes(np.zeros(episodes, np.float32), np.zeros(episodes, np.int32), np.zeros(episodes, np.bool_))
+        try:
+            for first in range(0, episodes, size):
+                returns, lengths, finished = (x[first : first + size] for x in played)  # views: written through
+                seat = (first + np.arange(size, dtype=np.int32)) % 2
+                round_key = jax.random.fold_in(key_play, first)
+                timestep = batch.reset()
+                for t in range(max_steps):
+                    legal = timestep.legal if spec.has_legal or spec.num_players == 2 else None
+                    action = choose(round_key, params, timestep.observation, legal, np.int32(t), seat)
+                    timestep = batch.step(np.asarray(action))
+                    sign = np.where(t % 2 == seat, 1.0, -1.0) if spec.num_players == 2 else np.ones(size)
+                    counted = slice(len(returns))  # the last round may need fewer than play
+                    returns += np.where(finished, 0.0, sign[counted] * timestep.reward[counted])
+                    lengths += ~finished
+                    finished |= timestep.ended[counted]
+                    if finished.all():
+                        break
+        finally:
+            batch.close()
+        return played
+
+    return play
+
+
+def summarise(env: Environment | HostEnvironment, episodes: Episodes) -> Evaluation:
     """Episodes to their summary, on the host."""
     returns, lengths, finished = (np.asarray(x) for x in episodes)
     two = env.spec.num_players == 2

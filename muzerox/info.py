@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from muzerox.compilation import home
-from muzerox.envs import env_ids, unavailable
+from muzerox.envs import env_ids, not_installed, suite_options, unavailable
 
-_PACKAGES = ("muzerox", "jax", "jaxlib", "flax", "mctx", "optax", "orbax-checkpoint", "gymnax", "pgx", "numpy")
+_PACKAGES = ("muzerox", "jax", "jaxlib", "flax", "mctx", "optax", "orbax-checkpoint", "gymnax", "pgx", "gymnasium", "numpy")
 
 
 def versions() -> dict[str, Any]:
@@ -29,11 +29,17 @@ def versions() -> dict[str, Any]:
 
 
 def environments() -> dict[str, dict[str, str]]:
-    """Ids that are served by suite, and ids that are not with the reason."""
+    """Ids that are served by suite, options that they take, and what is not served with the reason."""
     served: dict[str, list[str]] = {}
     for env_id in env_ids():
         served.setdefault(env_id.partition(":")[0], []).append(env_id)
-    return {"environments": {suite: " ".join(ids) for suite, ids in served.items()}, "environments not served": unavailable()}
+    return {
+        "environments": {suite: " ".join(ids) for suite, ids in served.items()},
+        "environment options": {
+            f"{suite}:...?{name}": str(option) for suite, table in suite_options().items() for name, option in table.items()
+        },
+        "environments not served": {**unavailable(), **not_installed()},
+    }
 
 
 def describe(field: dataclasses.Field[Any]) -> str:

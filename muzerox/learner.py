@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from muzerox.config import Config
 from muzerox.precision import LossScale, adjust_loss_scale, make_loss_scale
 from muzerox.reanalyze import refresh_policy
 from muzerox.replay import ReplayState, Sample
-from muzerox.types import Algorithm, Batch, EnvSpec, LossOutput, Metrics, Params
+from muzerox.types import Algorithm, Batch, EnvSpec, LossOutput, Metrics, Params, Targets, Transition
 
 
 class LearnerState(struct.PyTreeNode):
@@ -48,13 +48,17 @@ def init_learner(key: jax.Array, config: Config, algorithm: Algorithm) -> Learne
     )
 
 
-def make_batch(
-    key: jax.Array, config: Config, spec: EnvSpec, algorithm: Algorithm, target_params: Params, state: ReplayState, start: Sample
-) -> Batch:
-    """Reads what the loss needs of the sequences at ``start``; reanalyzes their configured share."""
+def read_batch(config: Config, spec: EnvSpec, storage: Transition, start: Sample) -> tuple[Batch, tuple | None]:
+    """What the loss needs of the sequences at ``start``, and what reanalysis does.
+
+    Args:
+      storage: leaves [C, E, ...], rows of a replay ring.
+
+    Returns:
+      The batch, and the observations [R, K+1, ...] and legal actions [R, K+1, A] to search again; None where R is 0.
+    """
     train = config.train
     unroll = train.unroll_steps
-    storage = state.storage
     window = (storage.action, storage.reward, storage.terminated, storage.truncated, storage.random)
     rows = jnp.arange(unroll + train.td_steps)
     action, reward, terminated, truncated, random = replay.read(window, start, rows)
@@ -69,17 +73,15 @@ def make_batch(
         bootstrap_observation = jnp.where(use_final, final, bootstrap_observation)
 
     positions = jnp.arange(unroll + 1)
-    policy = replay.read(storage.policy, start, positions)
+    reread = None
     if config.reanalyzed:
         chosen = Sample(*(x[: config.reanalyzed] for x in start))
-        observation, legal = replay.read((storage.observation, storage.legal), chosen, positions)
-        policy = refresh_policy(key, algorithm, target_params, policy, observation, legal)
-
-    return Batch(
+        reread = replay.read((storage.observation, storage.legal), chosen, positions)
+    batch = Batch(
         observation=replay.read(storage.observation, start, jnp.zeros(1, jnp.int32))[:, 0],
         action=action[:, :unroll],
         reward=jnp.where(absorbing[:, :-1], 0.0, reward[:, :unroll]),
-        policy=policy,
+        policy=replay.read(storage.policy, start, positions),
         partial_return=boot.partial_return,
         bootstrap_weight=boot.weight,
         bootstrap_observation=bootstrap_observation,
@@ -87,24 +89,41 @@ def make_batch(
         unknown=unknown,
         importance=start.importance,
     )
+    return batch, reread
 
 
-def make_update(
-    config: Config, spec: EnvSpec, algorithm: Algorithm
-) -> Callable[[jax.Array, LearnerState, ReplayState], tuple[LearnerState, ReplayState, Metrics]]:
-    """``update(key, learner, replay) -> (learner, replay, metrics)``: one step of the optimizer.
+def reanalyze(key: jax.Array, algorithm: Algorithm, target_params: Params, batch: Batch, reread: tuple | None) -> Batch:
+    """The batch with the policies of what :func:`read_batch` set apart searched again by the target network."""
+    if reread is None:
+        return batch
+    return batch.replace(policy=refresh_policy(key, algorithm, target_params, batch.policy, *reread))
 
-    A gradient that is not finite leaves parameters, optimizer state and priorities as they were, counts in the metric
-    ``skipped`` and, with a dynamic loss scale, halves it.
+
+def make_batch(
+    key: jax.Array, config: Config, spec: EnvSpec, algorithm: Algorithm, target_params: Params, state: ReplayState, start: Sample
+) -> Batch:
+    """Reads what the loss needs of the sequences at ``start``; reanalyzes their configured share."""
+    return reanalyze(key, algorithm, target_params, *read_batch(config, spec, state.storage, start))
+
+
+class Applied(NamedTuple):
+    """What one gradient step says of its batch."""
+
+    priority: jax.Array  # [B] float32, new priorities before they are raised
+    finite: jax.Array  # [] bool; False: the step was left out, and its priorities mean nothing
+    metrics: Metrics  # scalars
+
+
+def make_apply(config: Config, algorithm: Algorithm) -> Callable[[LearnerState, Batch, Targets], tuple[LearnerState, Applied]]:
+    """``apply(learner, batch, targets) -> (learner, Applied)``: one step of the optimizer.
+
+    A gradient that is not finite leaves parameters and optimizer state as they were, counts in the metric ``skipped`` and,
+    with a dynamic loss scale, halves it.
     """
     optimizer = make_optimizer(config)
     train = config.train
 
-    def update(key: jax.Array, learner: LearnerState, ring: ReplayState) -> tuple[LearnerState, ReplayState, Metrics]:
-        key_sample, key_search = jax.random.split(key)
-        start = replay.sample(config.replay, key_sample, ring, train.batch_size, config.sequence_length)
-        batch = make_batch(key_search, config, spec, algorithm, learner.target_params, ring, start)
-        targets = algorithm.targets(learner.target_params, batch)
+    def apply(learner: LearnerState, batch: Batch, targets: Targets) -> tuple[LearnerState, Applied]:
         scale = learner.loss_scale.scale
 
         def scaled_loss(params: Params) -> tuple[jax.Array, LossOutput]:
@@ -128,8 +147,6 @@ def make_update(
             loss_scale=adjust_loss_scale(config.precision, learner.loss_scale, finite),
             updates=updates,
         )
-        error = jnp.where(finite, output.priority, 0.0)
-        ring = jax.lax.cond(finite, lambda r: replay.update_priority(config.replay, r, start, error), lambda r: r, ring)
         metrics = {
             **output.metrics,
             "loss": jnp.mean(output.loss),
@@ -137,7 +154,30 @@ def make_update(
             "loss_scale": scale,
             "skipped": (~finite).astype(jnp.float32),
         }
-        return learner, ring, metrics
+        return learner, Applied(output.priority, finite, metrics)
+
+    return apply
+
+
+def make_update(
+    config: Config, spec: EnvSpec, algorithm: Algorithm
+) -> Callable[[jax.Array, LearnerState, ReplayState], tuple[LearnerState, ReplayState, Metrics]]:
+    """``update(key, learner, replay) -> (learner, replay, metrics)``: sample, make targets, and one step of the optimizer.
+
+    A step left out because its gradient is not finite leaves priorities as they were too.
+    """
+    apply = make_apply(config, algorithm)
+    train = config.train
+
+    def update(key: jax.Array, learner: LearnerState, ring: ReplayState) -> tuple[LearnerState, ReplayState, Metrics]:
+        key_sample, key_search = jax.random.split(key)
+        start = replay.sample(config.replay, key_sample, ring, train.batch_size, config.sequence_length)
+        batch = make_batch(key_search, config, spec, algorithm, learner.target_params, ring, start)
+        targets = algorithm.targets(learner.target_params, batch)
+        learner, applied = apply(learner, batch, targets)
+        error = jnp.where(applied.finite, applied.priority, 0.0)
+        ring = jax.lax.cond(applied.finite, lambda r: replay.update_priority(config.replay, r, start, error), lambda r: r, ring)
+        return learner, ring, applied.metrics
 
     return update
 

@@ -18,7 +18,7 @@ from jax.experimental.compute_on import compute_on
 from muzerox.config import ReplayConfig
 from muzerox.types import Transition
 
-_SMALLEST_PRIORITY = 1e-3  # keeps every transition reachable
+SMALLEST_PRIORITY = 1e-3  # keeps every transition reachable
 
 
 class ReplayState(struct.PyTreeNode):
@@ -138,7 +138,7 @@ def update_priority(config: ReplayConfig, state: ReplayState, start: Sample, err
     """The ring with the priorities of ``start`` set from ``error`` [B] float32, absolute value errors."""
     if config.kind == "uniform":
         return state
-    raised = (jnp.abs(error) + _SMALLEST_PRIORITY) ** config.priority_exponent
+    raised = (jnp.abs(error) + SMALLEST_PRIORITY) ** config.priority_exponent
     # A start drawn twice takes the larger: a plain set would leave the order of writes to the device.
     index = (start.row, start.env)
     priority = state.priority.at[index].set(0.0).at[index].max(raised)

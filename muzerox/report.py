@@ -79,6 +79,7 @@ class Reporter:
             "episodes": report.episodes,
             "skipped_updates": report.skipped_updates,
             **report.metrics,
+            **{name: round(value, 6) for name, value in report.pipeline.items()},
         }
         if math.isfinite(train_seconds):
             row["env_steps_per_second"] = round(steps_per_second, 1)
@@ -137,6 +138,42 @@ def draw_return_curve(run: RunDir, config: Config) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     figure.savefig(run.curve_file, dpi=120)
+
+
+_WAITS = {
+    "step_put": "self-play, held back by the replay ratio",
+    "action": "self-play, for its search",
+    "environment": "self-play, for its environments",
+    "context_put": "cpu actors, until another context is due",
+    "search_put": "cpu actors, for room in the search queue",
+    "search_get": "search workers, for a context",
+    "targets": "search workers, for targets and reanalysis",
+    "batch_put": "search workers, for room in the batch queue",
+    "batch_get": "learner, for a batch",
+    "learner": "learner, for its updates",
+    "parameters_get": "all, for parameters",
+}
+
+
+def pipeline_rows(pipeline: Mapping[str, float]) -> dict[str, str]:
+    """What a runtime with threads waited for, and how deep its queues and how old its parameters were, for people."""
+    rows = {}
+    for name, meaning in _WAITS.items():
+        count = int(pipeline.get(f"wait_{name}_count", 0))
+        if count:
+            rows[f"waits: {name}"] = f"{pipeline[f'wait_{name}_seconds']:.1f} s in {count:,}: {meaning}"
+    for name, meaning in (
+        ("search_depth", "contexts waiting"),
+        ("batch_depth", "batches waiting"),
+        ("batch_staleness", "age of targets, updates"),
+        ("acting_staleness", "age when acting, updates"),
+    ):
+        if f"{name}_mean" in pipeline:
+            mean, p50, p90 = (pipeline[f"{name}_{what}"] for what in ("mean", "p50", "p90"))
+            rows[meaning] = f"mean {mean:.1f}, median {p50:.1f}, 90th percentile {p90:.1f}"
+    if pipeline.get("failures"):
+        rows["workers replaced"] = f"{int(pipeline['failures']):,}"
+    return rows
 
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,15 +47,43 @@ def init_actors(key: jax.Array, env: Environment, num_envs: int) -> ActorState:
     )
 
 
+class Choice(NamedTuple):
+    """What self-play does in E states."""
+
+    action: jax.Array  # [E] int32
+    policy: jax.Array  # [E, A] float32, the search's improved policy
+    drawn: jax.Array | None  # [E] bool, the action was drawn at random; absent when none ever is
+
+
+def make_choose(algorithm: Algorithm, *, random_action: float = 0.0) -> Callable[..., Choice]:
+    """``choose(key, params, observation [E, ...], legal [E, A] or None) -> Choice``.
+
+    A share ``random_action`` of the actions is drawn uniformly among the legal ones: self-play that has learnt to avoid a
+    state would otherwise never see it again.
+    """
+
+    def choose(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None) -> Choice:
+        decision = algorithm.act(key, params, observation, legal, True)
+        if not random_action:
+            return Choice(decision.action, decision.policy, None)
+        key_draw, key_which = jax.random.split(jax.random.fold_in(key, 0))
+        drawn = jax.random.bernoulli(key_draw, random_action, decision.action.shape)
+        allowed = jnp.ones(decision.policy.shape, jnp.bool_) if legal is None else legal
+        action = jnp.where(drawn, random_opponent(key_which, observation, allowed), decision.action)
+        return Choice(action, decision.policy, drawn)
+
+    return choose
+
+
 def make_act(
     env: Environment, algorithm: Algorithm, *, random_action: float = 0.0
 ) -> Callable[[jax.Array, Params, ActorState, EpisodeStats], tuple[ActorState, EpisodeStats, Transition]]:
     """``act(key, params, actors, stats) -> (actors, stats, row)``: one step of every environment.
 
-    ``row`` is a Transition with leaves [E, ...]. A share ``random_action`` of the actions is drawn uniformly among the legal
-    ones: self-play that has learnt to avoid a state would otherwise never see it again.
+    ``row`` is a Transition with leaves [E, ...].
     """
     spec = env.spec
+    choose = make_choose(algorithm, random_action=random_action)
     env_step = jax.vmap(auto_reset(env).step)
 
     def act(
@@ -64,12 +92,7 @@ def make_act(
         key_search, key_env = jax.random.split(key)
         now = actors.timestep
         legal = now.legal if spec.has_legal else None
-        decision = algorithm.act(key_search, params, now.observation, legal, True)
-        action, drawn = decision.action, None
-        if random_action:
-            key_draw, key_which = jax.random.split(jax.random.fold_in(key, 0))
-            drawn = jax.random.bernoulli(key_draw, random_action, action.shape)
-            action = jnp.where(drawn, random_opponent(key_which, now.observation, now.legal), action)
+        action, policy, drawn = choose(key_search, params, now.observation, legal)
         env_state, following = env_step(jax.random.split(key_env, now.reward.shape[0]), actors.env_state, action)
         row = Transition(
             observation=now.observation,
@@ -77,7 +100,7 @@ def make_act(
             reward=following.reward,
             terminated=following.terminated,
             truncated=following.truncated,
-            policy=decision.policy,
+            policy=policy,
             legal=legal,
             final_observation=following.final_observation if spec.can_truncate else None,
             random=drawn,

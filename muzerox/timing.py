@@ -1,9 +1,9 @@
-"""Phase clocks: where wall seconds go."""
+"""Phase clocks and totals: where wall seconds go."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -46,3 +46,25 @@ class PhaseClock:
     def total(self) -> float:
         """Wall seconds since the clock was made."""
         return time.perf_counter() - self.started
+
+
+class PipelineTotals:
+    """What a runtime with threads reported (``Report.pipeline``), over a whole training."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._reports: dict[str, int] = {}
+
+    def add(self, pipeline: Mapping[str, float]) -> None:
+        """Another report."""
+        for name, value in pipeline.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._reports[name] = self._reports.get(name, 0) + 1
+
+    def result(self) -> dict[str, float]:
+        """Sums; of distributions (mean, p50, p90), means over the reports."""
+
+        def total(name: str) -> float:
+            return self._sums[name] / (self._reports[name] if name.endswith(("_mean", "_p50", "_p90")) else 1)
+
+        return {name: round(total(name), 4) for name in sorted(self._sums)}

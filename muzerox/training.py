@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from muzerox import allocation, config_io
 from muzerox.algorithms import make_algorithm
@@ -23,13 +24,13 @@ from muzerox.compilation import compile_beside, enable_cache
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import CheckpointError, ConfigError, RunFailed
-from muzerox.evaluate import Evaluation, make_episodes, summarise
+from muzerox.evaluate import Episodes, Evaluation, make_episodes, make_host_episodes, summarise
 from muzerox.precision import resolve
 from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
-from muzerox.runtimes import make_runtime
-from muzerox.timing import PhaseClock, seconds_since_process_start
-from muzerox.types import Environment, Params, Report
+from muzerox.runtimes import make_runtime, resolve_kind
+from muzerox.timing import PhaseClock, PipelineTotals, seconds_since_process_start
+from muzerox.types import Environment, HostEnvironment, Params, Report, Runtime
 
 # What may change when a run is resumed: how long it goes on, how it is watched, and what it is given, none of which changes
 # a number of what is learnt.
@@ -40,6 +41,12 @@ RESUMABLE = (
     "train.eval_episodes",
     "train.checkpoint_period",
     "runtime.loop_count",
+    "runtime.cpu_actors",
+    "runtime.search_queue_size",
+    "runtime.batch_queue_size",
+    "runtime.step_in",
+    "runtime.step_timeout",
+    "runtime.max_failures",
     "allocation.cores",
     "allocation.memory_gib",
     "allocation.device_memory",
@@ -64,10 +71,11 @@ class TrainResult:
     updates_per_second: float
     first_update_seconds: float | None  # from process start to the first completed dispatch
     phases: dict[str, float]  # wall seconds by phase
+    pipeline: dict[str, float] = dataclasses.field(default_factory=dict)  # under sebulba: waits, depths, staleness, failures
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, absent ones left out."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None and v != {}}
 
 
 _ABSENT = dict.fromkeys(("mean_return", "std_return", "episodes", "first_update_seconds"))  # left out of result.json
@@ -89,7 +97,7 @@ def train(config: Config, out: str | Path | None = None, *, quiet: bool = False)
         run = RunDir(out) if out is not None else RunDir.default(config)
         run.check_new()  # before anything is compiled; create() checks again when the rest is known to be right
         session = _Session(config, run)
-        run.create(config)
+        run.create(session.config)
         return session.go(quiet=quiet)
 
 
@@ -127,9 +135,10 @@ class _Session:
 
     def __init__(self, config: Config, run: RunDir):
         enable_cache()
-        self.config, self.run, self.clock = config, run, PhaseClock()
+        self.run, self.clock = run, PhaseClock()
         with self.clock.phase("build"):
-            self.env: Environment = make_env(config.env)
+            self.env: Environment | HostEnvironment = make_env(config.env)
+            self.config = config = resolve_kind(config, self.env)
             self.algorithm = make_algorithm(config, self.env.spec)
             self.runtime = make_runtime(config, self.env, self.algorithm)
 
@@ -140,7 +149,12 @@ class _Session:
 
     def go(self, *, quiet: bool, changed: bool = False) -> TrainResult:
         """Restores or initialises, then trains to the end. ``changed``: the configuration on disk is to be replaced."""
-        with self.run.lock(), _stop_signals() as stopped, _out_of_memory():
+        with (
+            contextlib.closing(self.runtime),
+            self.run.lock(),
+            _stop_signals(self.runtime) as stopped,
+            _out_of_memory(),
+        ):
             with self.clock.phase("restore"):
                 checkpoints = Checkpoints(self.run.checkpoints, writable=True)
                 if checkpoints.latest() is None:
@@ -148,7 +162,7 @@ class _Session:
                 else:
                     like = jax.eval_shape(self.runtime.init, jax.random.key(0))
                     state = checkpoints.restore_state(like)
-            updates, start = int(state.learner.updates), int(state.rows) * self.config.runtime.num_envs
+            updates, start = int(state.learner.updates), state.env_steps
             if changed:  # only now that the run is ours and its checkpoint is sound
                 self.run.result_file.unlink(missing_ok=True)
                 write_atomically(self.run.config_file, config_io.dumps(self.config))
@@ -161,24 +175,36 @@ class _Session:
             finally:
                 checkpoints.close()
 
+    def _next_evaluation(self, earliest: int, updates: int) -> int:
+        """The first evaluation due after ``updates``, counted in evaluation periods; self-play may be ahead of updates."""
+        period = self.config.train.eval_period
+        while earliest > 1 and self.runtime.updates_at((earliest - 1) * period) > updates:
+            earliest -= 1
+        while self.runtime.updates_at(earliest * period) <= updates:
+            earliest += 1
+        return earliest
+
     def _loop(
         self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter, stopped: Callable[[], bool]
     ) -> TrainResult:
         train, clock = self.config.train, self.clock
         env_steps, first_steps, first_updates, first_seconds = start, start, updates, None
         evaluation: Evaluation | None = None
-        evaluated_at = -1
-        next_evaluation = _next_multiple(start, train.eval_period)
+        finished = False
+        last = self.runtime.updates_at(train.max_env_steps)
+        next_evaluation = self._next_evaluation(start // train.eval_period + 1, updates)
         saved_at, seconds_an_update = time.perf_counter(), math.inf
+        totals = PipelineTotals()
         loop_count = self.config.runtime.loop_count
 
         while not stopped():
             # How updates are portioned out changes nothing that is learnt: no dispatch is so long that reports and signals
             # have to wait for it, and evaluations come when they are due, however fast the machine is.
-            due = self.runtime.updates_at(min(next_evaluation, train.max_env_steps)) - updates
+            evaluation_due = self.runtime.updates_at(next_evaluation * train.eval_period)
+            due = min(evaluation_due, last) - updates
             portion = max(1, min(due, math.floor(_REPORT_SECONDS / seconds_an_update)))
             n, count = (portion // loop_count, loop_count) if portion >= loop_count else (1, portion)
-            done = env_steps >= train.max_env_steps  # only when a finished run was resumed
+            done = updates >= last  # only when a finished run was resumed
             if not done:
                 before = time.perf_counter()
                 with clock.phase("train" if first_seconds else "first dispatch"):
@@ -190,29 +216,29 @@ class _Session:
                 else:
                     seconds_an_update = (time.perf_counter() - before) / (n * count)
                 env_steps, updates = report.env_steps, report.updates
+                totals.add(report.pipeline)
                 reporter.training(report, clock.total, clock.seconds.get("train", math.inf))
                 _check_progress(report)
-                done = env_steps >= train.max_env_steps
-            if done or env_steps >= next_evaluation:
+                done = updates >= last
+            if done or updates >= evaluation_due:
                 with clock.phase("evaluate"):
                     evaluation = self.evaluate(updates, state.learner.params)
-                evaluated_at = updates
-                next_evaluation = _next_multiple(env_steps, train.eval_period)
+                next_evaluation = self._next_evaluation(next_evaluation + 1, updates)
                 reporter.evaluation(env_steps, updates, clock.total, evaluation.to_dict())
                 done = done or _solved(self.config, evaluation)
             if done:
+                finished = True
                 break
             with clock.phase("checkpoint"):
                 if time.perf_counter() - saved_at >= train.checkpoint_period:
-                    checkpoints.save(updates, state, state.learner.params)
+                    checkpoints.save(updates, self.runtime.snapshot(state), state.learner.params)
                     saved_at = time.perf_counter()
                 for step in checkpoints.finished():
                     reporter.saved(step, clock.total)
 
-        finished = evaluated_at == updates
         with clock.phase("checkpoint"):
             if checkpoints.latest() != updates:
-                checkpoints.save(updates, state, state.learner.params)
+                checkpoints.save(updates, self.runtime.snapshot(state), state.learner.params)
             for step in checkpoints.finished(wait=True):
                 reporter.saved(step, clock.total)
         trained = clock.seconds.get("train", 0.0)
@@ -230,6 +256,7 @@ class _Session:
             updates_per_second=(updates - first_updates) / trained if trained else 0.0,
             first_update_seconds=first_seconds,
             phases={k: round(v, 3) for k, v in clock.seconds.items()},
+            pipeline=totals.result(),
         )
         draw_return_curve(self.run, self.config)  # stopped by a signal too: it may never go on
         if finished:
@@ -237,16 +264,20 @@ class _Session:
         return result
 
 
-def _make_evaluate(config: Config, env: Environment, algorithm: Any) -> Callable[[int, Params], Evaluation]:
+def _make_evaluate(config: Config, env: Environment | HostEnvironment, algorithm: Any) -> Callable[[int, Params], Evaluation]:
     """``evaluate(updates, params)``, compiled in a thread.
 
     The best of many evaluations is partly luck: one that reaches ``train.target_return`` is extended by as many fresh
     episodes, and all of them together must reach it.
     """
-    play = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes))
     device = jax.devices()[0]
     root = jax.random.fold_in(jax.random.key(config.seed), 2)
-    compiled = compile_beside(play, root, jax.eval_shape(algorithm.init, root))
+    if isinstance(env, HostEnvironment):
+        on_host = make_host_episodes(env, algorithm, config.train.eval_episodes)
+        compiled: Callable[[], Callable[..., Episodes]] = lambda: on_host  # noqa: E731
+    else:
+        play = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes))
+        compiled = compile_beside(play, root, jax.eval_shape(algorithm.init, root))
 
     def evaluate(updates: int, params: Params) -> Evaluation:
         key, params = jax.random.fold_in(root, updates), jax.device_put(params, device)
@@ -255,7 +286,7 @@ def _make_evaluate(config: Config, env: Environment, algorithm: Any) -> Callable
         if not _solved(config, evaluation):
             return evaluation
         second = compiled()(jax.random.fold_in(key, 1), params)
-        return summarise(env, jax.tree.map(lambda *x: jnp.concatenate(x), first, second))
+        return summarise(env, jax.tree.map(lambda *x: np.concatenate(x), first, second))
 
     return evaluate
 
@@ -265,12 +296,8 @@ def _solved(config: Config, evaluation: Evaluation | None) -> bool:
     return target is not None and evaluation is not None and evaluation.mean_return >= target
 
 
-def _next_multiple(steps: int, period: int) -> int:
-    return (steps // period + 1) * period
-
-
 def _check_progress(report: Report) -> None:
-    if not report.metrics:
+    if report.skipped_updates and not report.metrics:
         raise RunFailed(
             f"training diverged: not one of the last {report.skipped_updates} updates had finite gradients; "
             "lower train.learning_rate, or raise precision.level's range with O1 or O0"
@@ -292,14 +319,15 @@ def _out_of_memory() -> Iterator[None]:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask the loop to save and stop; a second one acts at once."""
+def _stop_signals(runtime: Runtime) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask the loop to save and stop, and interrupt ``runtime``; a second one acts at once."""
     received: list[int] = []
     previous: dict[int, Any] = {}
 
     def handle(number: int, _frame: Any) -> None:
         received.append(number)
         signal.signal(number, previous[number])
+        runtime.interrupt()
 
     try:
         for number in (int(signal.SIGINT), int(signal.SIGTERM)):

@@ -68,6 +68,30 @@ class Environment(NamedTuple):
     step: Callable[[jax.Array, Any, jax.Array], tuple[Any, TimeStep]]
 
 
+class HostBatch(NamedTuple):
+    """E running environments on the host, which start their next episode within the step that ended the last.
+
+    ``reset() -> TimeStep`` and ``step(action int32 [E]) -> TimeStep`` with NumPy leaves [E, ...], as under ``auto_reset``; the
+    arrays are the caller's to keep. ``close()`` frees what they hold; it may be called twice.
+    """
+
+    reset: Callable[[], TimeStep]
+    step: Callable[[Any], TimeStep]
+    close: Callable[[], None]
+
+
+class HostEnvironment(NamedTuple):
+    """Environments that run in Python or C on the host: ``make(num_envs, seed) -> HostBatch``, from any thread.
+
+    ``make_evaluation`` is the same for playing whole games by their true score, where that differs from what is learnt
+    from (lives and clipped rewards of Atari); None: it does not.
+    """
+
+    spec: EnvSpec
+    make: Callable[[int, int], HostBatch]
+    make_evaluation: Callable[[int, int], HostBatch] | None = None
+
+
 class Transition(struct.PyTreeNode):
     """One row of the replay ring: a decision and its consequence. Leaves lead with [E] or [C, E]."""
 
@@ -152,19 +176,35 @@ class Report:
     mean_length: float | None  # steps
     skipped_updates: int  # updates of this call left out because a gradient was not finite
     metrics: dict[str, float]  # means over the updates of this call
+    pipeline: dict[str, float] = dataclasses.field(default_factory=dict)  # of a runtime with threads: waits, depths, staleness
+
+
+def _as_it_is(state: Any) -> Any:
+    return state
+
+
+def _nothing() -> None:
+    return None
 
 
 class Runtime(NamedTuple):
     """Where training runs. ``init(key) -> state``; ``run(state, n, loop_count) -> (state, Report)`` makes n dispatches of
     ``loop_count`` updates each (by default ``runtime.loop_count``; another number compiles nothing); ``state`` is donated.
+    A state has ``learner`` (a LearnerState) and ``env_steps``.
 
     ``updates_at(env_steps) -> int`` is the number of updates by which so many environment steps are first made.
 
     ``prefill(state) -> state`` stands in for the rows that the first update waits for, none of them played: for timing, which
     does not depend on what they hold. ``state`` is donated.
+
+    ``snapshot(state) -> state`` is what a checkpoint saves. ``interrupt()``, which a signal handler may call, has ``run`` return
+    early from now on; ``close()`` ends threads and environments.
     """
 
     init: Callable[[jax.Array], Any]
     run: Callable[..., tuple[Any, Report]]
     updates_at: Callable[[int], int]
     prefill: Callable[[Any], Any]
+    snapshot: Callable[[Any], Any] = _as_it_is
+    interrupt: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing

@@ -14,11 +14,13 @@ does not compile it again:
     energies = jax.jit(log_seconds)(model.params, candidates, hardware_rates(hardware))  # fields float32 [C] -> [C]
 """
 
-from predictor.analytic import STAGES, Rates, hardware_rates, resident_bytes, stack, stages
+from predictor.analytic import STAGES, Rates, hardware_rates, stack, stages
 from predictor.artifact import ArtifactError
 from predictor.fit import FitReport
+from predictor.memory import resident_bytes
+from predictor.overlap import batch_staleness, staleness
 from predictor.runtime_predictor import Params, RuntimePredictor, base_log_seconds, log_seconds
-from predictor.schema import Hardware, Measurement, Outcome, Prediction, SchemaError, Workload
+from predictor.schema import Hardware, Measurement, OtherVersion, Outcome, Prediction, SchemaError, Workload
 from predictor.store import Store, StoreError, by_environment, by_hardware, split
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "FitReport",
     "Hardware",
     "Measurement",
+    "OtherVersion",
     "Outcome",
     "Params",
     "Prediction",
@@ -37,6 +40,7 @@ __all__ = [
     "StoreError",
     "Workload",
     "base_log_seconds",
+    "batch_staleness",
     "by_environment",
     "by_hardware",
     "hardware_rates",
@@ -45,4 +49,5 @@ __all__ = [
     "split",
     "stack",
     "stages",
+    "staleness",
 ]

@@ -1,21 +1,20 @@
-"""Physics first: seconds of each stage of a training program from its FLOPs, bytes and sequential operations.
+"""Physics first: seconds of each stage of a training from its FLOPs, bytes, sequential operations and dispatches.
 
-The program is one compiled loop on one device (search self-play, replay, learner), so its stages run one after another and
-their seconds add up. Each stage's count over the measured rates of the hardware is multiplied by a coefficient near 1 that
-measurements correct (:func:`fit_coefficients`), as Ernest does (Venkataraman et al., NSDI 2016). All of it is elementwise
-over candidates: fields of a workload and rates are scalars or float32 [C].
+The training is one compiled loop on one device (search self-play, replay, learner), or threads of the host that ask for smaller
+programs and meet at queues; :mod:`predictor.overlap` says how stages come together. Each stage's count over the measured rates
+of the hardware is multiplied by a coefficient near 1 that measurements correct (:mod:`predictor.coefficients`), as Ernest does
+(Venkataraman et al., NSDI 2016). All of it is elementwise over candidates: fields of a workload and rates are scalars or
+float32 [C].
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import nnls
 
 from predictor.schema import Hardware, Workload
 
@@ -35,10 +34,12 @@ STAGES = (
     "reanalysis",  # searching stored states again
     "environment",
     "dispatch",  # the host asking for the next loop
+    # Of threads that meet at queues:
+    "host_steps",  # environments in Python or C
+    "host_rows",  # self-play asking for a search, reading its choice, writing a row
+    "contexts",  # drawing starts of sequences
+    "ready",  # asking for a batch to be gathered and its targets to be made
 )
-
-# Counts below are to scale: on 45 runs of four environments on two CPU cores their coefficients came out near 1.
-PRIOR = np.ones(len(STAGES), np.float32)  # coefficients before anything was measured
 
 # Small operations of what runs beside the layers of networks.
 _LAYER_OPERATIONS = 3.0  # product, normalisation, activation
@@ -54,12 +55,16 @@ _PUCT_PASSES = 480.0  # more, with PUCT: mctx breaks ties at random at every lev
 _SELECTION_PASSES = 12.0  # arrays [E, A] of a node, which our own search loop goes through at every level
 _OPTIMIZER_PASSES = 16.0
 _PRIORITY_PASSES = 12.0
+# Calls and arrays of what threads do, in dispatches.
+_ROW_DISPATCHES = 40.0
+_PROCESS_DISPATCHES = 10.0  # a message each way
+_CONTEXT_DISPATCHES = 30.0
+_READY_DISPATCHES = 60.0
+_BATCH_DISPATCHES = 10.0  # arguments of the learner's program, a batch's worth
 _PROGRAM_DISPATCHES = 80.0  # a training's state is hundreds of arrays; the dispatch that rates measure has one
 _SEARCH_PRODUCTS = 2.5  # products of a search have few rows: so much slower than the large product that rates measure
 
 _FUSED = 1.0  # our own search loop, as a Workload's search_engine
-
-_FIT_ITERATIONS = 10
 
 
 class Rates(NamedTuple):
@@ -74,6 +79,8 @@ class Rates(NamedTuple):
     copy_bytes_per_second: Value
     dispatch_seconds: Value
     operation_seconds: Value
+    devices: Value
+    on_host: Value  # 1 where the device is the host's processor, else 0
 
 
 def hardware_rates(hardware: Hardware) -> Rates:
@@ -152,7 +159,10 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     """
     w = workload
     flops, copy = matmul_rate(w, hardware), hardware.copy_bytes_per_second * jnp.asarray(w.num_devices)
-    operation = hardware.operation_seconds
+    # Of threads, those that act and search take a device each, which is a matter of overlap; an update's batch is split.
+    threaded, serial = jnp.asarray(w.sebulba), 1.0 - jnp.asarray(w.sebulba)
+    learning = jnp.where(threaded > 0.0, w.learning_devices, 1.0)
+    operation, dispatch = hardware.operation_seconds, hardware.dispatch_seconds
     search = _search_cost(w)
     searches = w.search_split / w.num_envs  # batches of roots searched one after the other, a step
     updates = w.replay_ratio / w.batch_size  # a step
@@ -175,106 +185,29 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
         (positions + 1.0) * w.observation_bytes + (w.unroll_steps + w.td_steps) * 20.0 + positions * w.num_actions * 4.0
     )
     priority_bytes = 4.0 * _PRIORITY_PASSES * w.prioritized * (w.capacity / w.num_envs + w.batch_size * w.num_envs)
-    row_bytes = w.observation_bytes + 4.0 * w.num_actions + 20.0
+    row_bytes = w.observation_bytes * (1.0 + threaded) + 4.0 * w.num_actions + 20.0
 
     refreshed = w.reanalyze_fraction * w.replay_ratio * positions  # roots searched again, a step
     refreshing = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # searches a step
+    simulated = jnp.where(jnp.asarray(w.host_step_seconds) > 0.0, 0.0, 1.0)  # by a program
     seconds = (
         search.flops / flops,
         search.activation_bytes / copy,
         searches * search.network_operations * operation,
         searches * search.tree_operations * operation,
         search.statistic_bytes / copy,
-        w.replay_ratio * (3.0 * unrolled + target_flops) / flops,
-        w.replay_ratio * 4.0 * 2.0 * _ACTIVATION_PASSES * activations / copy,
+        w.replay_ratio * (3.0 * unrolled + target_flops) / (flops * learning),
+        w.replay_ratio * 4.0 * 2.0 * _ACTIVATION_PASSES * activations / (copy * learning),
         updates * (_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
         updates * 4.0 * _OPTIMIZER_PASSES * params / hardware.copy_bytes_per_second,
-        (row_bytes + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + updates * priority_bytes) / copy,
+        (row_bytes + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + serial * updates * priority_bytes) / copy,
         refreshed * (search.flops / flops + (search.activation_bytes + search.statistic_bytes) / copy)
         + refreshing * (search.network_operations + search.tree_operations) * operation,
-        _ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy,
-        updates / w.loop_count * _PROGRAM_DISPATCHES * hardware.dispatch_seconds,
+        simulated * (_ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy),
+        updates * (_PROGRAM_DISPATCHES / w.loop_count + threaded * _BATCH_DISPATCHES) * dispatch,
+        threaded * w.host_step_seconds,
+        threaded * (_ROW_DISPATCHES + _PROCESS_DISPATCHES * w.step_in_process) * dispatch / w.num_envs,
+        threaded * updates * (_CONTEXT_DISPATCHES * dispatch + priority_bytes / copy),
+        threaded * updates * _READY_DISPATCHES * dispatch,
     )
     return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(s, jnp.float32) for s in seconds)), axis=-1)
-
-
-def combine(stage_seconds: jax.Array, p: float = 1.0) -> jax.Array:
-    """Seconds of all stages together, [..., S] -> [...]: their p-norm.
-
-    1 is the sum (one after another: what this program does), infinity the maximum (all at once); Pollux fits a power
-    between 1 and 10 to programs in between (Qiao et al., OSDI 2021, arXiv:2008.12260).
-    """
-    if p == 1.0:
-        return jnp.sum(stage_seconds, axis=-1)
-    largest = jnp.max(stage_seconds, axis=-1)
-    if math.isinf(p):
-        return largest
-    # Relative to the largest, so that no power leaves the range of float32.
-    ratio = stage_seconds / jnp.maximum(largest, 1e-30)[..., None]
-    return largest * jnp.sum(ratio**p, axis=-1) ** (1.0 / p)
-
-
-def fit_coefficients(stage_matrix: np.ndarray, seconds: np.ndarray, prior: np.ndarray = PRIOR, ridge: float = 0.3) -> np.ndarray:
-    """Coefficients that make the stages add up to what was measured: non-negative least squares of relative errors.
-
-    An error is relative to the geometric mean of measured and predicted, so that half and double count the same (relative to
-    the measured seconds alone, predicting nothing would cost no more than predicting double); the predicted half of that is
-    of the iteration before. The prior is scaled to the median of the measurements first; ``ridge`` measurements' worth of
-    weight then hold every coefficient near it, so that one measurement moves all of them and many determine each.
-
-    Args:
-      stage_matrix: [M, S] seconds, before coefficients.
-      seconds: [M] measured, positive.
-      prior: [S] positive.
-
-    Returns:
-      float32 [S], none negative. The prior where nothing was measured.
-    """
-    if len(seconds) == 0:
-        return np.asarray(prior, np.float32)
-    matrix, measured = np.asarray(stage_matrix, np.float64), np.asarray(seconds, np.float64)
-    scaled = np.asarray(prior, np.float64) * np.median(measured / (matrix @ np.asarray(prior, np.float64)))
-    terms = matrix * scaled  # [M, S] seconds by the scaled prior; what is solved for are factors near 1
-    held = math.sqrt(ridge) * np.eye(len(scaled))
-    factors = np.ones(len(scaled))
-    for _ in range(_FIT_ITERATIONS):
-        unit = np.sqrt(measured * (terms @ factors))
-        rows, wanted = np.concatenate([terms / unit[:, None], held]), np.concatenate([measured / unit, np.diag(held)])
-        factors, _ = nnls(rows, wanted)
-    return (factors * scaled).astype(np.float32)
-
-
-def parameter_count(w: Workload) -> Value:
-    """Parameters of the three networks."""
-    return w.represent_params + w.dynamics_params + w.predict_params
-
-
-def replay_resident_bytes(w: Workload) -> Value:
-    """The ring: observations, policy targets, scalars and priorities."""
-    return w.capacity * (w.observation_bytes + 4.0 * w.num_actions + 20.0)
-
-
-def tree_resident_bytes(w: Workload) -> Value:
-    """The trees of the largest batch of roots searched at once: self-play's or reanalysis's."""
-    roots = jnp.maximum(w.num_envs / w.search_split, w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0))
-    return roots * (w.num_simulations + 1.0) * (w.hidden_size * w.embedding_bits / 8.0 + 24.0 * w.num_actions)
-
-
-def learner_resident_bytes(w: Workload) -> Value:
-    """Activations kept for the gradient of a batch."""
-    layers = w.represent_layers + w.unroll_steps * (w.dynamics_layers + w.predict_layers)
-    return 4.0 * w.batch_size * (layers * w.hidden_size + (2.0 * w.unroll_steps + 1.0) * w.num_bins)
-
-
-def saved_bytes(w: Workload) -> Value:
-    """What a checkpoint holds, and its copy in host memory while it is saved: ring, and parameters four times."""
-    return replay_resident_bytes(w) + 4.0 * 4.0 * parameter_count(w)
-
-
-def resident_bytes(workload: Workload) -> jax.Array:
-    """Bytes a training program holds on its devices, [...] float32, without those of the process itself.
-
-    Ring, trees, activations, and parameters six times: online, target, two moments, gradient, update.
-    """
-    parts = replay_resident_bytes(workload) + tree_resident_bytes(workload) + learner_resident_bytes(workload)
-    return jnp.asarray(parts + 6.0 * 4.0 * parameter_count(workload), jnp.float32)

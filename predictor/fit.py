@@ -19,9 +19,11 @@ import numpy as np
 import optax
 
 from predictor import model
-from predictor.analytic import PRIOR, Rates, Value, fit_coefficients, hardware_rates, stack, stages
+from predictor.analytic import Rates, Value, hardware_rates, stack, stages
+from predictor.coefficients import PRIOR, fit_coefficients
 from predictor.graph import make_graph
 from predictor.model import Network
+from predictor.overlap import bound_weights, total
 from predictor.schema import Measurement, Outcome, Workload
 
 _FOLDS = 4
@@ -72,8 +74,9 @@ def fit(key: jax.Array, measurements: Sequence[Measurement]) -> Fit:
 
     workload, hardware, seconds = _table(measured)
     stage_matrix = np.asarray(_stages(workload, hardware))
+    weights = np.asarray(_weights(workload, hardware))[:count]
     rows, log_seconds = stage_matrix[:count], np.log(seconds)
-    coefficients = fit_coefficients(rows, seconds)
+    coefficients = fit_coefficients(rows, seconds, weights)
     fold = _folds(measured)
     if count < _FEWEST or len(set(fold)) < _FOLDS:
         report = FitReport(count, 0.0, *(math.nan,) * 4)
@@ -81,8 +84,9 @@ def fit(key: jax.Array, measurements: Sequence[Measurement]) -> Fit:
 
     # One training a fold, and the last on everything; a fold's base knows as little of the held-out rows as its network.
     included = np.stack([fold != k for k in range(_FOLDS)] + [np.full(count, True)])
-    fitted = [fit_coefficients(rows[keep], seconds[keep]) for keep in included]
-    targets = log_seconds - np.log(np.stack([rows @ c for c in fitted]))  # [folds + 1, M]
+    fitted = [fit_coefficients(rows[keep], seconds[keep], weights[keep]) for keep in included]
+    bases = np.stack([_total(stage_matrix * c, workload, hardware)[:count] for c in fitted])
+    targets = log_seconds - np.log(bases)  # [folds + 1, M]
     padding = ((0, 0), (0, len(stage_matrix) - count))
     padded = np.pad(targets, padding).astype(np.float32), np.pad(included, padding).astype(np.float32)
     networks, outputs = _train(key, workload, hardware, stage_matrix, *padded)
@@ -133,7 +137,7 @@ def _table(measurements: Sequence[Measurement]) -> tuple[Workload, Rates, np.nda
     return stack([m.workload for m in rows]), hardware, seconds
 
 
-_stages = jax.jit(stages)
+_stages, _weights, _total = jax.jit(stages), jax.jit(bound_weights), jax.jit(total)
 
 
 @jax.jit

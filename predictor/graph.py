@@ -1,8 +1,10 @@
 """The training program as a typed graph: components are nodes, what passes between them is edges.
 
-Every candidate has the same topology, so that thousands of graphs are built by arithmetic on arrays inside ``jax.jit``. Each
-type's features have columns of their own, with a 1 beside them for its bias, and zeros everywhere else: one product with one
-matrix is then a projection of its own for every type. Graphs are jraph's (Godwin et al., github.com/google-deepmind/jraph).
+Every candidate has the same topology, whatever its runtime: where one program does everything nothing passes over the queues
+between threads, and where threads do nothing is sampled past them. So thousands of graphs are built by arithmetic on arrays
+inside ``jax.jit``. Each type's features have columns of their own, with a 1 beside them for its bias, and zeros everywhere
+else: one product with one matrix is then a projection of its own for every type. Graphs are jraph's (Godwin et al.,
+github.com/google-deepmind/jraph).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
-from predictor import analytic
+from predictor import analytic, memory
 from predictor.analytic import STAGES, Rates, Value
 from predictor.schema import Workload
 
@@ -22,6 +24,7 @@ NODE_TYPES = (
     "network",
     "replay_buffer",
     "training_loop",
+    "context_worker",
     "reanalyze_worker",
     "hardware",
 )
@@ -34,7 +37,8 @@ NODES = (
     ("prediction", "network"),
     ("replay_buffer", "replay_buffer"),
     ("training_loop", "training_loop"),
-    ("reanalyze_worker", "reanalyze_worker"),
+    ("context_worker", "context_worker"),  # cpu actors
+    ("reanalyze_worker", "reanalyze_worker"),  # search workers, which make targets, too
     ("hardware", "hardware"),
 )
 # Type of interaction, and whether the sender waits until the receiver is done.
@@ -49,7 +53,10 @@ EDGE_TYPES = {
     "learn": True,
     "differentiate": True,
     "reread": True,
-    "refresh": True,
+    "draw": True,
+    "context_queue": True,
+    "batch_queue": True,
+    "publish": False,
     "host": False,
 }
 _NETWORKS = ("representation", "dynamics", "prediction")
@@ -65,12 +72,16 @@ EDGES = (
     *(("training_loop", network, "learn") for network in _NETWORKS),
     *((network, "training_loop", "differentiate") for network in _NETWORKS),
     ("replay_buffer", "reanalyze_worker", "reread"),
-    ("reanalyze_worker", "training_loop", "refresh"),
+    ("replay_buffer", "context_worker", "draw"),
+    ("context_worker", "reanalyze_worker", "context_queue"),
+    ("reanalyze_worker", "training_loop", "batch_queue"),
+    ("training_loop", "selfplay_worker", "publish"),
+    ("training_loop", "reanalyze_worker", "publish"),
     *(("reanalyze_worker", network, "search") for network in _NETWORKS),
     *((network, "reanalyze_worker", "answer") for network in _NETWORKS),
     *(("hardware", name, "host") for name, _ in NODES[:-1]),
 )
-NODE_WIDTH, EDGE_WIDTH = 10, 4  # features of a type, padded with zeros
+NODE_WIDTH, EDGE_WIDTH = 11, 5  # features of a type, padded with zeros
 
 _NAMES = [name for name, _ in NODES]
 _SENDERS = np.array([_NAMES.index(sender) for sender, _, _ in EDGES], np.int32)
@@ -88,7 +99,7 @@ def make_graph(workload: Workload, hardware: Rates, stage_seconds: jax.Array) ->
       stage_seconds: [..., S] of :func:`predictor.analytic.stages`.
 
     Returns:
-      ``nodes`` float32 [9 C, 7 * (NODE_WIDTH + 1)] and ``edges`` [33 C, 12 * (EDGE_WIDTH + 1)], both raw: logarithms of
+      ``nodes`` float32 [10 C, 8 * (NODE_WIDTH + 1)] and ``edges`` [38 C, 15 * (EDGE_WIDTH + 1)], both raw: logarithms of
       quantities, not standardised. No globals.
     """
     shape = stage_seconds.shape[:-1]
@@ -139,17 +150,27 @@ def _node_quantities(w: Workload, hardware: Rates, stage_seconds: jax.Array) -> 
     acting = [share(name) for name in STAGES if name.startswith(("acting", "tree"))]
     learning = [share(name) for name in ("learner_flops", "learner_bytes", "learner_operations", "optimizer_bytes", "dispatch")]
     return [
-        [w.observation_bytes, w.num_actions, w.num_players, share("environment")],
-        [w.num_envs / w.search_split, w.num_simulations, w.puct, w.search_split, w.search_engine + 1.0, *acting],
+        [
+            *(w.observation_bytes, w.num_actions, w.num_players, w.host_step_seconds * 1e6, w.step_in_process),
+            share("environment"),
+            share("host_steps"),
+        ],
+        [
+            *(w.num_envs / w.search_split, w.num_simulations, w.puct, w.search_split, w.search_engine + 1.0, w.selfplay_workers),
+            *acting,
+        ],
         network(w.represent_flops, w.represent_params, w.represent_layers, w.hidden_size),
         network(w.dynamics_flops, w.dynamics_params, w.dynamics_layers, w.hidden_size + w.num_bins),
         network(w.predict_flops, w.predict_params, w.predict_layers, w.num_actions + w.num_bins),
-        [w.capacity, w.capacity / w.num_envs, w.prioritized, w.replay_on_host, share("replay_bytes")],
-        [w.batch_size, w.unroll_steps, w.td_steps, w.replay_ratio, w.loop_count, *learning],
-        [refreshed, w.reanalyze_fraction, share("reanalysis")],
+        [w.capacity, w.capacity / w.num_envs, w.prioritized, w.replay_on_host, share("replay_bytes"), share("host_rows")],
+        [w.batch_size, w.unroll_steps, w.td_steps, w.replay_ratio, w.loop_count, w.learning_devices, *learning],
+        [w.cpu_actors, share("contexts")],
+        [refreshed, w.reanalyze_fraction, w.searching_devices, share("reanalysis"), share("ready")],
         [
             w.cores,
             w.num_devices,
+            w.sebulba,
+            w.acting_devices,
             analytic.matmul_rate(w, hardware) * hardware.operation_seconds,  # work that one small operation is worth
             hardware.copy_bytes_per_second * hardware.operation_seconds,
             hardware.dispatch_seconds / hardware.operation_seconds,
@@ -159,15 +180,17 @@ def _node_quantities(w: Workload, hardware: Rates, stage_seconds: jax.Array) -> 
 
 
 def _edge_quantities(w: Workload) -> list[list[Value]]:
-    """Quantities of the rows of ``EDGES``: bytes a step, rows a call, calls a step, whether the sender waits."""
+    """Quantities of the rows of ``EDGES``: bytes a step, rows a call, calls a step, room (queues), whether the sender waits."""
     positions = w.unroll_steps + 1.0
     updates = w.replay_ratio / w.batch_size
+    threaded, serial = w.sebulba, 1.0 - w.sebulba
     hidden, outputs = w.hidden_size * w.embedding_bits / 8.0, 4.0 * (w.num_actions + 1.0)
     sequence = (positions + 1.0) * w.observation_bytes + 20.0 * (w.unroll_steps + w.td_steps) + 4.0 * positions * w.num_actions
     root_calls = w.search_split / w.num_envs
     root_rows = w.num_envs / w.search_split
     refreshed = w.reanalyze_fraction * w.batch_size * positions  # roots an update
     refreshing = updates * jnp.minimum(refreshed, 1.0)
+    threaded_updates = threaded * updates
 
     def search(rows: Value, calls: Value) -> tuple[list[list[Value]], list[list[Value]]]:
         """Requests to representation, dynamics and prediction, and their answers."""
@@ -186,29 +209,49 @@ def _edge_quantities(w: Workload) -> list[list[Value]]:
     selfplay_sent, selfplay_back = search(root_rows, root_calls)
     refresh_sent, refresh_back = search(refreshed, refreshing)
     networks = (w.represent_params, w.dynamics_params, w.predict_params)
+    published = threaded_updates / w.loop_count
     resident = (
         w.num_envs * w.observation_bytes,
-        analytic.tree_resident_bytes(w),
+        memory.tree_resident_bytes(w),
         *(4.0 * params for params in networks),
-        analytic.replay_resident_bytes(w),
-        analytic.learner_resident_bytes(w),
-        refreshed * hidden,
+        memory.replay_resident_bytes(w),
+        memory.learner_resident_bytes(w),
+        4.0 * threaded * w.capacity,  # priorities
+        refreshed * hidden + memory.queue_resident_bytes(w),
     )
     rows: list[list[Value]] = [
         [w.observation_bytes, w.num_envs, 1.0 / w.num_envs],
         [4.0, w.num_envs, 1.0 / w.num_envs],
-        [w.observation_bytes + 4.0 * w.num_actions + 20.0, w.num_envs, 1.0 / w.num_envs],
+        [memory.row_bytes(w), w.num_envs, 1.0 / w.num_envs],
         *selfplay_sent,
         *selfplay_back,
-        [w.replay_ratio * sequence, w.batch_size, updates],
+        [serial * w.replay_ratio * sequence, serial * w.batch_size, serial * updates],
         [w.replay_ratio * 4.0, w.batch_size, updates],
         *learn((w.observation_bytes, 4.0 * w.hidden_size, 4.0 * w.hidden_size)),
         *learn((4.0 * w.hidden_size, 4.0 * (w.hidden_size + w.num_bins), 4.0 * (w.num_bins + w.num_actions))),
-        [refreshing * refreshed * w.observation_bytes, refreshed, refreshing],
-        [refreshing * refreshed * 4.0 * w.num_actions, refreshed, refreshing],
+        [
+            refreshing * refreshed * w.observation_bytes + threaded * w.replay_ratio * sequence,
+            refreshed + threaded * w.batch_size,
+            jnp.maximum(refreshing, threaded_updates),
+        ],
+        [threaded * w.replay_ratio * 16.0, threaded * w.batch_size, threaded_updates],
+        [threaded * w.replay_ratio * 16.0, threaded * w.batch_size, threaded_updates, w.search_queue_size],
+        [
+            serial * refreshing * refreshed * 4.0 * w.num_actions + threaded_updates * memory.batch_bytes(w),
+            serial * refreshed + threaded * w.batch_size,
+            jnp.maximum(refreshing, threaded_updates),
+            w.batch_queue_size,
+        ],
+        *([published * 4.0 * memory.parameter_count(w), threaded * count, published] for count in _readers(w)),
         *refresh_sent,
         *refresh_back,
         *([held, w.num_devices, updates / w.loop_count] for held in resident),
     ]
+    # Which edges block is the same everywhere. Only queues have room: what is not one is full at once.
     blocking = [float(EDGE_TYPES[kind]) for _, _, kind in EDGES]
-    return [[*row, flag] for row, flag in zip(rows, blocking, strict=True)]
+    return [[*row, *([0.0] * (4 - len(row))), flag] for row, flag in zip(rows, blocking, strict=True)]
+
+
+def _readers(w: Workload) -> tuple[Value, Value]:
+    """Devices that take published parameters: of self-play, and of search workers."""
+    return w.acting_devices, w.searching_devices

@@ -18,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from predictor import artifact, calibrate, model
-from predictor.analytic import PRIOR, STAGES, Rates, Value, combine, hardware_rates, resident_bytes, saved_bytes, stages
+from predictor.analytic import STAGES, Rates, Value, hardware_rates, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
+from predictor.coefficients import PRIOR
 from predictor.fit import FitReport, fit
 from predictor.graph import make_graph
+from predictor.memory import resident_bytes, saved_bytes
 from predictor.model import Network
+from predictor.overlap import batch_staleness, staleness, total
 from predictor.schema import Hardware, Measurement, Outcome, Prediction, Workload
 
 _CHUNK = 64  # graphs a network is applied to at once: their activations stay in the caches
@@ -46,7 +49,7 @@ def prior_params() -> Params:
 
 def base_log_seconds(params: Params, workload: Workload, hardware: Rates) -> jax.Array:
     """Log of seconds an environment step by the analytic base alone; fields [] or [C] -> float32 [...]."""
-    return _base(params, stages(workload, hardware))
+    return _base(params, stages(workload, hardware), workload, hardware)
 
 
 def log_seconds(params: Params, workload: Workload, hardware: Rates) -> jax.Array:
@@ -56,7 +59,7 @@ def log_seconds(params: Params, workload: Workload, hardware: Rates) -> jax.Arra
     """
     stage_seconds = stages(workload, hardware)
     shape = stage_seconds.shape[:-1]
-    base = _base(params, stage_seconds)
+    base = _base(params, stage_seconds, workload, hardware)
 
     def correction() -> jax.Array:
         raw = _residual(params.network, workload, hardware, stage_seconds)
@@ -68,9 +71,9 @@ def log_seconds(params: Params, workload: Workload, hardware: Rates) -> jax.Arra
 _log_seconds, _base_log_seconds = jax.jit(log_seconds), jax.jit(base_log_seconds)
 
 
-def _base(params: Params, stage_seconds: jax.Array) -> jax.Array:
+def _base(params: Params, stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax.Array:
     coefficients = jnp.asarray(params.coefficients).reshape((1,) * (stage_seconds.ndim - 1) + (-1,))
-    seconds: jax.Array = combine(coefficients * stage_seconds)
+    seconds: jax.Array = total(coefficients * stage_seconds, workload, hardware)
     return jnp.log(jnp.maximum(seconds, 1e-12)) + jnp.asarray(params.offsets.log_seconds)
 
 
@@ -102,14 +105,16 @@ def _estimates(params: Params, workload: Workload, hardware: Rates) -> dict[str,
     reanalyzed = jnp.minimum(w.reanalyze_fraction * w.batch_size, 1.0)
     # Search and gradient are compiled once each, reanalysis is another search.
     compile_seconds = 3.0 + 0.2 * layers + (1.0 + reanalyzed) * (1.5 + 1.5 * w.puct + 0.1 * layers)
-    dispatch_steps = w.loop_count * w.batch_size / w.replay_ratio
+    warm_updates = jnp.where(jnp.asarray(w.sebulba) > 0.0, staleness(w), w.loop_count)  # the first dispatch, or full queues
+    cores = jnp.minimum(w.cores, hardware.cores)
     values = {
         "log_seconds": seconds,
         "log_compile": jnp.log(compile_seconds),
-        "log_warmup": seconds + jnp.log(dispatch_steps),  # the first dispatch
-        "log_cpu": 0.5 * jnp.log(jnp.minimum(w.cores, hardware.cores)),
+        "log_warmup": seconds + jnp.log(warm_updates * w.batch_size / w.replay_ratio),
+        "log_cpu": (0.5 + 0.4 * jnp.asarray(w.sebulba)) * jnp.log(cores),  # threads find more to do at once
         "resident_bytes": resident_bytes(w),
         "saved_bytes": saved_bytes(w),
+        "batch_staleness": batch_staleness(w),
     }
     return {name: jnp.broadcast_to(jnp.asarray(value, jnp.float32), seconds.shape) for name, value in values.items()}
 
@@ -169,6 +174,7 @@ class RuntimePredictor:
             warmup_seconds=warming,
             peak_bytes=peak,
             cpu_use=min(cpu, float(hardware.cores)),
+            batch_staleness=estimates["batch_staleness"] if workload.sebulba else None,
         )
 
     def log_seconds(self, workload: Workload, hardware: Hardware) -> jax.Array:

@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+SCHEMA = 2  # of what is stored: another number is another version's, and is not read
+
 
 class Outcome(enum.StrEnum):
     """How a measured run ended. One that failed is kept: it teaches what is feasible."""
@@ -31,6 +33,10 @@ class Outcome(enum.StrEnum):
 
 class SchemaError(ValueError):
     """A record that cannot be read; ``str(error)`` is one line."""
+
+
+class OtherVersion(SchemaError):
+    """A record that another version of this package wrote."""
 
 
 class _Record:
@@ -67,11 +73,14 @@ def _read(path: str, value: Any, kind: Any) -> Any:
         if origin is tuple and isinstance(value, list | tuple):
             inner = typing.get_args(item)[0]
             return tuple(_read(path, x, inner) for x in value)
+        if origin is dict and isinstance(value, Mapping):
+            inner = typing.get_args(item)[1]
+            return {str(name): _read(f"{path}.{name}", x, inner) for name, x in value.items()}
         if issubclass(origin, enum.Enum) and value in list(origin):
             return origin(value)
         if dataclasses.is_dataclass(origin) and isinstance(value, Mapping):
             return origin.from_dict(value)  # type: ignore[union-attr]
-        plain = origin not in (float, tuple) and not issubclass(origin, enum.Enum)
+        plain = origin not in (float, tuple, dict) and not issubclass(origin, enum.Enum)
         if plain and isinstance(value, origin) and (origin is bool or not isinstance(value, bool)):
             return value
     raise SchemaError(f"{path} = {value!r:.100}: must be {kind}")
@@ -94,6 +103,11 @@ class Hardware(_Record):
     dispatch_seconds: float  # calling a compiled program that does nothing, and waiting for it
     operation_seconds: float  # one small operation inside a compiled loop
     one_core_flops: float  # float32, with one core (cpu); float32_flops elsewhere
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the device is the host's processor: its cores and memory are those of the threads."""
+        return self.platform == "cpu"
 
     @property
     def id(self) -> str:
@@ -144,11 +158,22 @@ class Workload(_Record):
     td_steps: float
     reanalyze_fraction: float
     loop_count: float  # updates a dispatch
+    # runtime: one program on the device (0, and so are those below, but one worker), or threads that meet at queues (1)
+    sebulba: float
+    selfplay_workers: float  # threads that step ``num_envs`` environments each
+    cpu_actors: float  # threads that draw contexts from the replay
+    search_queue_size: float  # contexts
+    batch_queue_size: float  # batches
+    acting_devices: float
+    searching_devices: float  # each has a thread that makes targets and reanalyzes
+    learning_devices: float
+    step_in_process: float  # 1: each worker's environments step in a process of their own
+    host_step_seconds: float  # of one environment in Python or C; 0 where it is a program of the device
     # hardware it runs on
     compute_bits: float  # of matrix products
     embedding_bits: float  # of hidden states in a tree
     cores: float
-    num_devices: float
+    num_devices: float  # that one program is split over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +189,7 @@ class Prediction(_Record):
     peak_bytes: float  # resident memory of the process, with the copy of its state that saving takes
     cpu_use: float  # cores busy on average
     device_peak_bytes: float | None = None  # of an accelerator; absent where the device is the host
+    batch_staleness: float | None = None  # age of a batch's targets when it is learnt from, updates; absent without threads
     error: str | None = None  # one line, where the outcome is not ok
 
 
@@ -185,3 +211,16 @@ class Measurement(_Record):
     cpu_use: float | None = None  # cores busy on average, in the steady state
     repeats: tuple[float, ...] = ()  # seconds an environment step of each repeat
     wall_seconds: float = 0.0  # of the whole measurement, process start included
+    # Of a runtime with threads, means over the steady state; absent elsewhere.
+    batch_staleness: float | None = None  # age of a batch's targets when it is learnt from, updates
+    acting_staleness: float | None = None  # age of the parameters that chose an action, updates
+    waits: dict[str, float] = dataclasses.field(default_factory=dict)  # threads waiting, by what they wait for
+    schema: int = SCHEMA
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> typing.Self:
+        """The inverse of :meth:`to_dict`. Raises OtherVersion, or SchemaError on missing or unknown fields and wrong types."""
+        version = tree.get("schema", 1)
+        if version != SCHEMA:
+            raise OtherVersion(f"{cls.__name__}: written by another version (schema {version!r:.20}; this one reads {SCHEMA})")
+        return super().from_dict(tree)

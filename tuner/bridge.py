@@ -6,9 +6,14 @@ Everything the tuner knows of a configuration, an environment or a run, it asks 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
 import math
-import resource
+import platform as host
+import statistics
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,15 +29,18 @@ from muzerox.compilation import enable_cache, home
 from muzerox.config import Config
 from muzerox.config_io import dumps as toml
 from muzerox.config_io import load as load_config
-from muzerox.envs import make_env
+from muzerox.envs import in_process, make_env
 from muzerox.errors import ConfigError, RunFailed, UserError
 from muzerox.networks import make_model
 from muzerox.precision import POLICIES, default_level, resolve
 from muzerox.report import print_table
 from muzerox.run_dir import RunDir, write_atomically
-from muzerox.runtimes import make_runtime
+from muzerox.runtimes import make_runtime, resolve_kind
+from muzerox.runtimes.sebulba.pipeline import make_window
 from muzerox.search import ENGINES, default_engine
+from muzerox.types import Environment, HostEnvironment
 from predictor import Workload
+from tuner import usage
 from tuner.flops import Cost, count_cost
 
 __all__ = [
@@ -51,6 +59,7 @@ __all__ = [
     "available_cores",
     "available_memory",
     "bounded_num_envs",
+    "bounded_staleness",
     "concrete",
     "describe",
     "device_facts",
@@ -68,12 +77,18 @@ __all__ = [
 # Collecting the first sequences may take this share of the training, at most: the agent acts at random until then.
 WARMUP_SHARE = 0.02
 
+_environment: Callable[[str], Environment | HostEnvironment] = functools.lru_cache(8)(make_env)
+
 
 def concrete(config: Config, platform: str) -> Config:
     """The configuration with ``auto`` and absent values that a knob needs replaced by what they mean on this machine.
 
     ``platform`` is the measured machine's: this process may well be kept off its accelerator.
+
+    Raises:
+      UserError: an environment that cannot be served, or not by the configured runtime.
     """
+    config = resolve_kind(config, _environment(config.env))
     level = config.precision.level if config.precision.level != "auto" else default_level(platform)
     precision = resolve(dataclasses.replace(config.precision, level=level))
     changes: dict[str, Any] = {f"precision.{k}": v for k, v in dataclasses.asdict(precision).items()}
@@ -104,9 +119,19 @@ def get(config: Config, path: str) -> Any:
 
 
 def bounded_num_envs(config: Config) -> int:
-    """Environments beyond which collecting the first sequences takes too long; at least those configured."""
+    """Environments, of all workers, beyond which collecting the first sequences takes too long; at least those configured."""
     rows = max(config.sequence_length, 1)
-    return max(config.runtime.num_envs, int(WARMUP_SHARE * config.train.max_env_steps) // rows)
+    configured = config.runtime.num_envs * config.selfplay_workers
+    return max(configured, int(WARMUP_SHARE * config.train.max_env_steps) // rows)
+
+
+def bounded_staleness(config: Config) -> int:
+    """Updates that self-play may be ahead of the learner: a period of the target network, or what is configured."""
+    return max(config.train.target_period, make_window(config))
+
+
+# Freed before a knob is looked at by itself: the space rules on their combinations.
+_TOGETHER = {"search.split": 1, "runtime.num_envs": 1, "runtime.selfplay_workers": 1}
 
 
 def valid(config: Config, path: str, value: Any, platform: str) -> bool:
@@ -114,8 +139,8 @@ def valid(config: Config, path: str, value: Any, platform: str) -> bool:
     if path == "replay.placement" and value == "host" and platform == "cpu":
         return False  # the device's memory is the host's
     try:
-        # Knobs that depend on one another are freed first: the space rules on their combinations.
-        changed = config.replace({"search.split": 1, path: value} if path == "runtime.num_envs" else {path: value})
+        free = _TOGETHER if path in ("runtime.num_envs", "runtime.selfplay_workers") else {}
+        changed = config.replace({**free, path: value})
         allocations.check(changed.allocation)
     except ConfigError:
         return path == "search.split"
@@ -123,12 +148,13 @@ def valid(config: Config, path: str, value: Any, platform: str) -> bool:
 
 
 def describe(config: Config) -> Workload:
-    """A concrete configuration in numbers; nothing of it is run, its networks are only traced.
+    """A concrete configuration in numbers. Its networks are only traced; its environment, where it runs on the host, is timed.
 
     Raises:
       UserError: an environment that cannot be served or does not fit the networks.
+      RunFailed: an environment that fails when it is stepped.
     """
-    spec = make_env(config.env).spec
+    spec = _environment(config.env).spec
     policy = POLICIES[config.precision.level]
     model = make_model(config.network, spec, policy)
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -168,32 +194,109 @@ def describe(config: Config) -> Workload:
         compute_bits=bits[policy.compute],
         embedding_bits=bits[policy.embedding],
         cores=float(config.allocation.cores or 1),
-        num_devices=float(config.runtime.num_devices),
+        **_describe_runtime(config),
     )
 
 
+def _describe_runtime(config: Config) -> dict[str, float]:
+    """The fields of a Workload that only one of the runtimes reads; of the other they are what they have no effect at."""
+    runtime = config.runtime
+    names = ("cpu_actors", "search_queue_size", "batch_queue_size", "acting_devices", "searching_devices", "learning_devices")
+    sebulba = runtime.kind == "sebulba"
+    return {
+        "sebulba": float(sebulba),
+        "selfplay_workers": float(config.selfplay_workers),
+        **{name: float(getattr(runtime, name)) if sebulba else 0.0 for name in names},
+        "step_in_process": float(sebulba and runtime.step_in == "process"),
+        "host_step_seconds": host_step_seconds(config.env),
+        "num_devices": 1.0 if sebulba else float(runtime.num_devices),
+    }
+
+
+@functools.lru_cache(8)
+def host_step_seconds(env_id: str) -> float:
+    """Seconds of a step of one environment on the host, measured once a machine; 0 for one that is a program of the device.
+
+    Raises:
+      RunFailed: it fails when it is stepped.
+    """
+    if not isinstance(_environment(env_id), HostEnvironment):
+        return 0.0
+    machine = [env_id, host.node(), host.machine(), len(available_cores())]
+    file = home() / "environments" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:12]}.json"
+    try:
+        return float(json.loads(file.read_text("utf-8"))["step_seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        file.unlink(missing_ok=True)  # not measured yet, or damaged
+    seconds = _time_steps(env_id)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps({"env": env_id, "step_seconds": seconds}) + "\n")
+    return seconds
+
+
+def _time_steps(env_id: str, few: int = 2, many: int = 18, rows: int = 60) -> float:
+    """By what a row takes longer with many environments than with few: what a row costs by itself is counted elsewhere.
+
+    In a process of its own, so that one which crashes or hangs takes nothing with it.
+    """
+    actions = np.random.default_rng(0)
+    times = {}
+    try:
+        for num_envs in (few, many):
+            batch = in_process(env_id, num_envs, 0, 60.0)
+            try:
+                num_actions, passed = batch.reset().legal.shape[1], []
+                for _ in range(rows):
+                    action = actions.integers(0, num_actions, num_envs).astype(np.int32)
+                    start = time.perf_counter()
+                    batch.step(action)
+                    passed.append(time.perf_counter() - start)
+            finally:
+                batch.close()
+            times[num_envs] = statistics.median(passed)
+    except (RuntimeError, TimeoutError, OSError) as error:
+        raise RunFailed(f"{env_id} fails when it is stepped: {' '.join(str(error).split())[:300]}") from None
+    return float(f"{max((times[many] - times[few]) / (many - few), 1e-8):.2g}")
+
+
 class Session:
-    """A training in progress that is timed in bursts. It writes nothing but the compilation cache."""
+    """A training in progress that is timed in bursts. It writes nothing but the compilation cache. Close it."""
 
     def __init__(self, config: Config):
         enable_cache()
         start = time.perf_counter()
-        self.config = config = config.replace({f"precision.{k}": v for k, v in vars(resolve(config.precision)).items()})
+        config = config.replace({f"precision.{k}": v for k, v in vars(resolve(config.precision)).items()})
         env = make_env(config.env)
+        config = resolve_kind(config, env)
+        self._threaded = config.runtime.kind == "sebulba"
+        if self._threaded:  # near its end self-play would no longer run ahead
+            config = config.replace("train.max_env_steps", 2_000_000_000)
+        self.config = config
         self._runtime = make_runtime(config, env, make_algorithm(config, env.spec))
         # Playing the first rows can take minutes, and tells nothing of the pace that follows.
         self._state = self._runtime.prefill(self._runtime.init(jax.random.key(config.seed)))
-        self._state, self._report = self._runtime.run(self._state, 1, 1)
-        self.compile_seconds = time.perf_counter() - start
         # Saving a checkpoint copies the state: a training needs that much more than the bursts that are timed here.
         self._saved_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
         self._steps_an_update = float(config.train.batch_size / config.replay_ratio)
         # Rows are made every so many updates: a burst of whole cycles holds its share of both.
-        self._cycle = max(1, math.ceil(config.runtime.num_envs / self._steps_an_update))
+        self._cycle = max(1, math.ceil(config.runtime.num_envs * config.selfplay_workers / self._steps_an_update))
+        self._lead = 0  # updates before a burst is timed
+        if self._threaded:
+            # Whole dispatches, and several: the first of a burst and its last overlap with nothing.
+            loop_count = config.runtime.loop_count
+            self._cycle = loop_count * max(_LEAST_DISPATCHES, math.ceil(self._cycle / loop_count))
+            # While nobody learns, threads run ahead until queues are full. It takes as long until they are as in a training.
+            self._lead = make_window(config)
+        self._run(1, 2 if self._threaded else 1)  # the second batch under threads has to be played for
+        self.compile_seconds = time.perf_counter() - start
         before = time.perf_counter()
-        self._run(1, self._cycle)  # once more, so that no first use of anything is timed
-        self._seconds_an_update = (time.perf_counter() - before) / self._cycle
+        self._run(1, self._lead + self._cycle)  # once more, so that no first use of anything is timed
+        self._seconds_an_update = (time.perf_counter() - before) / (self._lead + self._cycle)
         self.warmup_seconds = time.perf_counter() - before
+
+    def close(self) -> None:
+        """Ends threads and environments."""
+        self._runtime.close()
 
     def _run(self, n: int, loop_count: int) -> None:
         self._state, self._report = self._runtime.run(self._state, n, loop_count)
@@ -202,26 +305,57 @@ class Session:
         """Trains for about ``seconds`` in dispatches of ``loop_count`` updates, in whole cycles of acting and learning.
 
         The last dispatch makes what is left; where not even one fits, it is the only one: next to it, dispatching costs nothing.
+        Under sebulba dispatches are of the configured size.
         """
         cycles = max(1, round(seconds / max(self._seconds_an_update, 1e-9) / self._cycle))
         updates = cycles * self._cycle
+        if self._threaded:
+            loop_count = updates  # asked for at once
+            self._run(1, self._lead)
         whole, rest = divmod(updates, loop_count)
-        cpu, wall = time.process_time(), time.perf_counter()
+        cpu, wall = usage.cpu_seconds(), time.perf_counter()
         if whole:
             self._run(whole, loop_count)
         if rest:
             self._run(1, rest)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall, cpu = time.perf_counter() - wall, usage.cpu_seconds() - cpu
         self._seconds_an_update = wall / updates
         losses = self._report.metrics.get("loss", math.nan)
+        if self._threaded:
+            _come_to_rest()
         return {
             "seconds_per_env_step": wall / (updates * self._steps_an_update),
             "updates_per_second": updates / wall,
             "cpu_use": cpu / wall,
-            "peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + self._saved_bytes),
+            "peak_bytes": usage.peak_bytes() + self._saved_bytes,
             "device_peak_bytes": _device_peak_bytes(),
             "finite": bool(math.isfinite(losses)),
+            **_pipeline_figures(self._report.pipeline, wall),
         }
+
+
+_LEAST_DISPATCHES = 4
+
+
+def _pipeline_figures(pipeline: dict[str, float], wall: float) -> dict[str, Any]:
+    """How old what was used was, and threads waiting by what they waited for; nothing of a runtime without threads."""
+    ages = {name: pipeline[f"{name}_mean"] for name in ("batch_staleness", "acting_staleness") if f"{name}_mean" in pipeline}
+    waits = {
+        name.removeprefix("wait_").removesuffix("_seconds"): round(value / wall, 4)
+        for name, value in pipeline.items()
+        if name.startswith("wait_") and name.endswith("_seconds")
+    }
+    return {**ages, "waits": waits}
+
+
+def _come_to_rest(most: float = 10.0) -> None:
+    """Returns when threads have filled their queues and wait: what they still do would disturb whoever is timed next."""
+    end = time.monotonic() + most
+    while time.monotonic() < end:
+        before = usage.cpu_seconds()
+        time.sleep(0.03)
+        if usage.cpu_seconds() - before < 0.003:
+            return
 
 
 def _device_peak_bytes() -> float | None:

@@ -52,14 +52,28 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
         default="neutral",
         help="what may move: exact (same numbers), neutral (same learning; the default), learning (simulations, batch size)",
     )
+    parser.add_argument(
+        "--staleness-price",
+        type=float,
+        metavar="SHARE",
+        help="sebulba: share of time that learning from what is a period of the target network older must win (default 0.02)",
+    )
     add_output_arguments(parser)
 
 
 def _tune(args: argparse.Namespace) -> int:
     from tuner.loop import tune
+    from tuner.objective import STALENESS_PRICE
 
     _stay_off_the_accelerator()
-    result = tune(make_config(args), budget=args.budget, max_trials=args.trials, out=args.out, effect=args.knobs)
+    result = tune(
+        make_config(args),
+        budget=args.budget,
+        max_trials=args.trials,
+        out=args.out,
+        effect=args.knobs,
+        staleness_price=STALENESS_PRICE if args.staleness_price is None else args.staleness_price,
+    )
     if args.json:
         print(json.dumps(result.to_dict()))
     else:
@@ -101,7 +115,9 @@ def _figures(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(Prediction)}
 
 
-def _print_figures(title: str, figures: dict[str, Any], *, as_json: bool) -> None:
+def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict[str, float], *, as_json: bool) -> None:
+    from tuner.report import pipeline_row, wait_rows
+
     if as_json:
         print(json.dumps(figures))
         return
@@ -111,7 +127,10 @@ def _print_figures(title: str, figures: dict[str, Any], *, as_json: bool) -> Non
             shown[name] = f"{shown[name] / 2**30:.2f} GiB"
     if "seconds_per_env_step" in shown:
         shown["seconds_per_env_step"] = f"{shown['seconds_per_env_step'] * 1e6:.1f} microseconds"
-    print_table(title, {name.replace("_", " "): value for name, value in shown.items()})
+    if "batch_staleness" in shown:
+        shown["batch_staleness"] = f"{shown['batch_staleness']:.1f} updates"
+    named = {name.replace("_", " "): value for name, value in shown.items()}
+    print_table(title, pipeline_row(config) | named | wait_rows(waits))
 
 
 def _measure_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +144,7 @@ def _measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _measure(args: argparse.Namespace) -> int:
     from predictor import Outcome
-    from tuner.bridge import allocation_checked
+    from tuner.bridge import allocation_checked, concrete
     from tuner.fingerprint import fingerprint
     from tuner.history import shared_store
     from tuner.measure import measure_config
@@ -138,7 +157,8 @@ def _measure(args: argparse.Namespace) -> int:
     hardware = fingerprint()
     measurement = measure_config(config, hardware=hardware, repeats=args.repeats, timeout=args.timeout)[0]
     shared_store(hardware.id).append(measurement.to_dict())
-    _print_figures(f"muzerox measure: {config.env}", _figures(measurement), as_json=args.json)
+    config = concrete(config, hardware.platform)
+    _print_figures(f"muzerox measure: {config.env}", config, _figures(measurement), measurement.waits, as_json=args.json)
     return 0 if measurement.outcome == Outcome.OK else 1
 
 
@@ -169,15 +189,17 @@ def _predict(args: argparse.Namespace) -> int:
     _stay_off_the_accelerator()
     config = allocation_checked(make_config(args))
     hardware = fingerprint()
-    history = shared_measurements(hardware.id)
+    history = shared_measurements(hardware.id, lambda text: print(text, file=sys.stderr))
     model = RuntimePredictor()
     if history:
         enable_cache()
         model = model.fit(history[-HISTORY:]).calibrate(history)
     else:
         print("no measurement of this machine yet: muzerox measure makes one, and predictions better", file=sys.stderr)
-    prediction = model.predict(describe(concrete(config, hardware.platform)), hardware)
-    _print_figures(f"muzerox predict: {config.env}, from {len(history)} measurements", _figures(prediction), as_json=args.json)
+    config = concrete(config, hardware.platform)
+    prediction = model.predict(describe(config), hardware)
+    title = f"muzerox predict: {config.env}, from {len(history)} measurements"
+    _print_figures(title, config, _figures(prediction), {}, as_json=args.json)
     return 0
 
 

@@ -6,10 +6,11 @@ import dataclasses
 import fcntl
 import json
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from predictor import Measurement, SchemaError, Store
+from predictor import Measurement, OtherVersion, SchemaError, Store
 from tuner.bridge import Config, RunDir, UserError, home, load_config, toml, write_atomically
 
 
@@ -107,6 +108,8 @@ class TuneDir:
         """Every trial so far, in order. Raises UserError for a damaged file."""
         try:
             return sorted((Trial.from_dict(row) for row in self._store().rows()), key=lambda trial: trial.number)
+        except OtherVersion:
+            raise UserError("--out", str(self.path), "holds a tuning by another version; give another --out") from None
         except ValueError as error:  # StoreError and SchemaError are such
             raise UserError(str(self.path / "trials"), None, str(error)) from None
 
@@ -137,12 +140,24 @@ def shared_store(hardware_id: str) -> Store:
     return Store(home() / "measurements" / hardware_id)
 
 
-def shared_measurements(hardware_id: str) -> list[Measurement]:
-    """Every measurement of this kind of machine. Raises UserError for a damaged store."""
+def shared_measurements(hardware_id: str, say: Callable[[str], None]) -> list[Measurement]:
+    """Every measurement of this kind of machine; those of other versions are left out, and ``say`` is told so.
+
+    Raises:
+      UserError: a damaged store.
+    """
     folder = home() / "measurements" / hardware_id
     if not folder.exists():
         return []
+    found, others = [], 0
     try:
-        return [Measurement.from_dict(row) for row in Store(folder).rows()]
+        for row in Store(folder).rows():
+            try:
+                found.append(Measurement.from_dict(row))
+            except OtherVersion:
+                others += 1
     except ValueError as error:
         raise UserError(str(folder), None, f"{error}; move it away to start with an empty history") from None
+    if others:
+        say(f"{others} measurements in {folder} are another version's and are left out")
+    return found

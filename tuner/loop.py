@@ -11,6 +11,7 @@ import dataclasses
 import math
 import sys
 import time
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, hardware_rates, stack
-from tuner import anneal, balance, resources
+from tuner import anneal, balance, comparison, resources
 from tuner.bridge import (
     Config,
     UserError,
     allocation_checked,
     bounded_num_envs,
+    bounded_staleness,
     concrete,
     describe,
     enable_cache,
     get,
     valid,
 )
+from tuner.comparison import MAX_ROUNDS, MIN_GAIN, MIN_ROUNDS
 from tuner.fingerprint import fingerprint
 from tuner.history import Trial, TuneDir, shared_measurements, shared_store
-from tuner.measure import BURST_SECONDS, clearly_faster, measure_config, measure_in_alternation, paired_ratio
-from tuner.objective import ANY, NO_POINT, energy
+from tuner.measure import BURST_SECONDS, measure_config, paired_ratio
+from tuner.objective import STALENESS_PRICE, Limits, energy, excluded, price
 from tuner.report import Progress, draw_history
 from tuner.result import TuneResult, parse_budget
 from tuner.space import Space, knobs_up_to, make_space
@@ -42,13 +45,8 @@ from tuner.space import Space, knobs_up_to, make_space
 COOLING = 0.8  # of the outer temperature, a round
 FINAL_TEMPERATURE = 0.05  # relative to the first: rounds end here if the budget lasts
 RANDOM_EVERY = 5  # one trial in so many is drawn at random: the predictor would never see what it thinks is bad
-MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
-FINALISTS = 2
 HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
-_MIN_ROUNDS, _MAX_ROUNDS = 9, 25  # of the alternation
 _NOTHING = 0.01  # a difference of this share is not worth measuring
-_STARTING, _FROM_CACHE = 2.0, 0.4  # seconds of a worker's start, and the share of compiling that is left with a warm cache
-_FINISHING = 3.0  # seconds that the end takes: plot, table, files
 
 
 def tune(
@@ -59,6 +57,7 @@ def tune(
     max_trials: int | None = None,
     effect: str = "neutral",
     burst: float = BURST_SECONDS,
+    staleness_price: float = STALENESS_PRICE,
     seed: int = 0,
     quiet: bool = False,
 ) -> TuneResult:
@@ -71,6 +70,7 @@ def tune(
       max_trials: end after this many processes measured, the baseline's included, if the budget lasts that long.
       effect: which knobs may move: ``exact`` ones, ``neutral`` ones too (the same learning), or ``learning`` ones as well.
       burst: seconds of a timed burst.
+      staleness_price: share of time that learning from what is a period of the target network old must be worth; sebulba only.
       quiet: nothing on stderr.
 
     Raises:
@@ -79,6 +79,8 @@ def tune(
     began, seconds = time.monotonic(), parse_budget(budget)
     if max_trials is not None and max_trials < 1:
         raise UserError("max_trials", max_trials, "must be at least 1", 1)
+    if not 0.0 <= staleness_price <= 10.0:
+        raise UserError("staleness_price", staleness_price, "must be from 0 to 10", STALENESS_PRICE)
     describe(concrete(allocation_checked(config), "cpu"))  # what cannot be served is refused before anything is written
     folder = TuneDir(out)
     folder.check()
@@ -90,18 +92,19 @@ def tune(
         progress.enter(folder.lock())
         tuning = _Tuning(start, space_around(start, effect, hardware.platform), hardware, folder, seconds, seed, progress)
         tuning.began, tuning.max_trials, tuning.burst = began, max_trials or tuning.max_trials, burst
+        tuning.staleness_price = staleness_price / start.train.target_period
         return tuning.run()
 
 
 def space_around(start: Config, effect: str, platform: str) -> Space:
     """The grid that a tuning from ``start`` (concrete) searches: knobs up to ``effect``, with the choices this machine has."""
-    knobs = knobs_up_to(effect)
+    knobs = knobs_up_to(effect, start.runtime.kind)
     values = {knob.path: get(start, knob.path) for knob in knobs}
 
     def can(path: str, value: Any) -> bool:
         return valid(start, path, value, platform)
 
-    return make_space(knobs, values, describe(start), can, bounded_num_envs(start))
+    return make_space(knobs, values, describe(start), can, bounded_num_envs(start), bounded_staleness(start))
 
 
 def _on_cpu() -> Any:
@@ -123,9 +126,10 @@ class _Tuning:
         self.trials = folder.trials()
         self.spent_before = self.trials[-1].elapsed if self.trials else 0.0
         self.began, self.max_trials, self.burst = time.monotonic(), sys.maxsize, BURST_SECONDS
+        self.staleness_price = STALENESS_PRICE / start.train.target_period
         self.store = shared_store(hardware.id)
         seen = [trial.measurement for trial in self.trials]
-        self.elsewhere = [m for m in shared_measurements(hardware.id)[-HISTORY:] if m not in seen]
+        self.elsewhere = [m for m in shared_measurements(hardware.id, progress.say)[-HISTORY:] if m not in seen]
         self.allocated = np.asarray(resources.limits(hardware).maximum)
         self.covered: list[tuple[int, ...]] = []  # points that would be measured as others were
         self.predictor = RuntimePredictor()
@@ -139,17 +143,13 @@ class _Tuning:
 
     def _comparing_seconds(self, rounds: int) -> tuple[float, float]:
         """Seconds until the start and its rivals are up, and seconds of ``rounds`` of bursts of them all."""
-        trials = [self.trials[0], *self._finalists()]
-        trials += [self.trials[0]] * (1 + FINALISTS - len(trials))  # rivals to be found yet
-        ready = [_STARTING + _FROM_CACHE * (trial.measurement.compile_seconds or 0.0) for trial in trials]
-        burst = [max(self.burst, trial.measurement.warmup_seconds or 0.0) for trial in trials]
-        return sum(ready) + _FINISHING, rounds * sum(burst)
+        return comparison.seconds_needed([self.trials[0], *self._finalists()], self.burst, rounds)
 
     def _next_fits(self) -> bool:
         walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
         if len(walls) >= self.max_trials or COOLING ** (len(walls) - 1) <= FINAL_TEMPERATURE:
             return False
-        return self.elapsed + 1.2 * float(np.median(walls)) + sum(self._comparing_seconds(_MIN_ROUNDS)) < self.budget
+        return self.elapsed + 1.2 * float(np.median(walls)) + sum(self._comparing_seconds(MIN_ROUNDS)) < self.budget
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 
@@ -212,17 +212,6 @@ class _Tuning:
         """What of a point needs a process of its own: all but the knobs that are arguments of the compiled program."""
         return tuple(changes[knob.path] for knob in self.space.knobs if knob.cost != "live")
 
-    def _measured_points(self) -> jax.Array:
-        """int32 [M, D], ``ANY`` for knobs that share a compiled program: a process has timed the best of those.
-
-        M is a power of two, so that few programs are compiled; filled up with what is no point.
-        """
-        known = [*(self.space.encode(trial.changes) for trial in self.trials), *self.covered]
-        points = np.full((2 ** math.ceil(math.log2(max(len(known), 16))), len(self.space.knobs)), NO_POINT, np.int32)
-        points[: len(known)] = known
-        points[: len(known), [knob.cost == "live" for knob in self.space.knobs]] = ANY
-        return jnp.asarray(points)
-
     def _propose(self, number: int, role: str) -> tuple[int, ...] | None:
         """A point that was not measured: of least energy among the chains' best, or drawn at random."""
         key = jax.random.fold_in(jax.random.fold_in(self.key, 1), number)
@@ -231,10 +220,10 @@ class _Tuning:
             hardware_rates(self.hardware),
             self.space.base,
             self.space.tables(),
-            jnp.float32(self.space.max_num_envs),
-            self._measured_points(),
+            Limits(*map(jnp.float32, (self.space.max_num_envs, self.space.max_staleness, self.staleness_price))),
+            excluded(self.space, [*(self.space.encode(trial.changes) for trial in self.trials), *self.covered]),
         )
-        best = min((t for t in self.trials if t.seconds is not None), key=lambda t: t.seconds or math.inf)
+        best = min(self.trials, key=lambda trial: comparison.cost(trial, self._price))
         found = anneal.run(key, energy, self.space.sizes, initial=self.space.encode(best.changes), args=arguments)
         points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
         if role == "random":
@@ -284,8 +273,10 @@ class _Tuning:
     def _shared_settings(self, config: Config) -> list[int]:
         """Other loop_counts to be timed in the same process: the one expected to be best, and the farthest off.
 
-        None where dispatching is expected to cost next to nothing: bursts of a slow program are dear.
+        None where each is a program of its own, or dispatching is expected to cost next to nothing: slow bursts are dear.
         """
+        if config.runtime.kind == "sebulba":
+            return []
         own, workload = config.runtime.loop_count, describe(config)
         options = list(dict.fromkeys([own, *self.space.options("runtime.loop_count")]))
         workloads = [dataclasses.replace(workload, loop_count=float(n)) for n in options]
@@ -319,37 +310,33 @@ class _Tuning:
 
     # The end ---------------------------------------------------------------------------------------------------------
 
-    def _ranked(self) -> list[Trial]:
-        """Trials that ran, fastest first."""
-        return sorted((t for t in self.trials if t.seconds is not None), key=lambda t: t.seconds or math.inf)
+    def _price(self, measurement: Measurement) -> float:
+        """What a measured configuration pays for cores, memory and staleness, as a share of its time."""
+        return float(price(measurement.workload, hardware_rates(self.hardware), self.staleness_price))
 
     def _best(self) -> Trial:
-        best = self._ranked()[0]
-        first = self.trials[0]
+        best, first = min(self.trials, key=lambda trial: comparison.cost(trial, self._price)), self.trials[0]
         return best if (first.seconds or math.inf) / (best.seconds or math.inf) >= MIN_GAIN else first
 
     def _finalists(self) -> list[Trial]:
-        """The fastest trials, one of each process: the others that it timed differ from it by little."""
-        by_program = {self._program(trial.changes): trial for trial in reversed(self._ranked()) if trial.number != 0}
-        return sorted(by_program.values(), key=lambda trial: trial.seconds or math.inf)[:FINALISTS]
+        def program(trial: Trial) -> Hashable:
+            return self._program(trial.changes)
+
+        return comparison.finalists(self.trials, program, self._price)
 
     def _compare(self) -> TuneResult:
-        """The fastest trials against the start, all alive, burst by burst; the start wins unless it is clearly beaten."""
+        """The best trials against the start, which wins unless it is clearly beaten."""
         finalists = self._finalists()
         # The start as it was measured: with every core and all the memory it asked for.
-        configs = [Config.from_dict(self.trials[0].config), *(Config.from_dict(trial.config) for trial in finalists)]
+        start, *rivals = (Config.from_dict(trial.config) for trial in (self.trials[0], *finalists))
         ready, a_round = self._comparing_seconds(1)
-        rounds = int(min(_MAX_ROUNDS, max(_MIN_ROUNDS, (self.budget - self.elapsed - ready) / a_round)))
+        rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, (self.budget - self.elapsed - ready) / a_round)))
         self.progress.say(f"comparing the best {len(finalists)} with the start, {rounds} rounds in alternation")
-        results = measure_in_alternation(configs, hardware=self.hardware, rounds=rounds, seconds=self.burst)
-        base = results[0]
-        if base.outcome != Outcome.OK:
+        found = comparison.compare(start, rivals, hardware=self.hardware, rounds=rounds, seconds=self.burst, price=self._price)
+        if found is None:
             return self._result(self._best(), None, None, finished=False)
-        ratios = [paired_ratio(m, base) if m.outcome == Outcome.OK else 0.0 for m in results[1:]]
-        chosen = int(np.argmax(ratios)) if ratios else -1
-        if chosen < 0 or ratios[chosen] == 0.0 or not clearly_faster(results[1 + chosen], base, MIN_GAIN):
-            return self._result(self.trials[0], base, base, finished=True)
-        return self._result(finalists[chosen], base, results[1 + chosen], finished=True)
+        best = self.trials[0] if found.chosen is None else finalists[found.chosen]
+        return self._result(best, found.base, found.ours, finished=True)
 
     def _balance(self, config: Config, measurement: Measurement) -> float | None:
         """The balance factor of a run; None where it failed."""

@@ -179,6 +179,11 @@ class Timing:
 
         seconds = median("seconds_per_env_step")
         device = [burst["device_peak_bytes"] for burst in bursts if burst["device_peak_bytes"] is not None]
+
+        def age(name: str) -> float | None:
+            return median(name) if all(name in burst for burst in bursts) else None
+
+        waits = {name for burst in bursts for name in burst["waits"]}
         return Measurement(
             outcome=Outcome.OK,
             seconds_per_env_step=seconds,
@@ -188,6 +193,9 @@ class Timing:
             device_peak_bytes=max(device) if device else None,
             cpu_use=median("cpu_use"),
             repeats=tuple(burst["seconds_per_env_step"] for burst in bursts),
+            waits={name: statistics.median(burst["waits"].get(name, 0.0) for burst in bursts) for name in sorted(waits)},
+            batch_staleness=age("batch_staleness"),
+            acting_staleness=age("acting_staleness"),
             **common,
         )
 

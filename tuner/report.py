@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from predictor import Outcome
+from tuner.bridge import Config
 from tuner.history import Trial
 
 if TYPE_CHECKING:
@@ -121,6 +122,23 @@ def print_trials(trials: Sequence[Trial]) -> None:
     (console if console.is_terminal else Console(width=160)).print(table)
 
 
+def pipeline_row(config: Config) -> dict[str, str]:
+    """What threads there are and what room is between them; nothing where one program does everything."""
+    r = config.runtime
+    if r.kind != "sebulba":
+        return {}
+    return {
+        "pipeline": f"self-play {r.selfplay_workers} x {r.num_envs} environments (in a {r.step_in}), cpu actors {r.cpu_actors}, "
+        f"search queue {r.search_queue_size}, batch queue {r.batch_queue_size}, {r.loop_count} updates a dispatch"
+    }
+
+
+def wait_rows(waits: Mapping[str, float], most: int = 5) -> dict[str, str]:
+    """The longest waits of a pipeline, in threads that are waiting on average."""
+    longest = sorted(waits.items(), key=lambda item: -item[1])[:most]
+    return {"threads waiting": ", ".join(f"{name} {share:.2f}" for name, share in longest)} if waits else {}
+
+
 def closing_rows(result: TuneResult) -> dict[str, Any]:
     """The rows of the closing table: default against tuned, predicted against measured, allocation, balance."""
     start, ours = result.start_measurement, result.measurement
@@ -130,6 +148,9 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
         rows["tuned"] = f"{1 / ours.seconds_per_env_step:,.0f} environment steps/s, {result.speedup:.2f}x, in alternation"
         predicted = result.predicted["env_steps_per_second"]
         rows["predicted"] = f"{predicted:,.0f} environment steps/s, {predicted * ours.seconds_per_env_step - 1:+.0%} of measured"
+    rows |= pipeline_row(result.config)
+    if start is not None and ours is not None and start.batch_staleness is not None and ours.batch_staleness is not None:
+        rows["age of targets"] = f"{ours.batch_staleness:.1f} updates; {start.batch_staleness:.1f} by default"
     allocation = result.config.allocation
     rows["allocation"] = f"{allocation.cores} cores of {result.hardware.cores}"
     if allocation.memory_gib is not None:

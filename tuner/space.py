@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from predictor import Workload
+from predictor import Workload, staleness
 
 Tables = tuple[dict[str, jax.Array], ...]  # by knob, what each choice sets in a Workload: float32 [choices] by field
 EFFECTS = ("exact", "neutral", "learning")
@@ -33,10 +33,14 @@ class Knob:
     path: str  # key of the configuration
     choices: tuple[Any, ...]  # in order, where there is one; what the configuration or the machine cannot is left out
     scale: str  # log2, or name where choices have no order
-    feeds: str  # node of the predictor's graph whose features it changes
+    feeds: str  # type of node or edge of the predictor's graph whose features it changes
     cost: str  # of a change: live (an argument of the compiled program), rebuild (compiles again), restart (a new process)
-    effect: str  # exact: the same numbers; neutral: the same algorithm, statistically the same learning; learning: neither
+    # exact: the same numbers (under sebulba, where threads interleave as they will: the same of each item's numbers); neutral:
+    # the same algorithm, statistically the same learning; learning: neither.
+    effect: str
     fields: Callable[[Any], dict[str, float]]  # what a choice sets in a Workload
+    runtime: str = ""  # under which it exists; empty: under each
+    fine: bool = False  # moves seconds by little: points that differ in nothing else are not all worth measuring
 
 
 def _field(name: str) -> Callable[[Any], dict[str, float]]:
@@ -61,6 +65,70 @@ KNOBS = (
         cost="live",
         effect="exact",
         fields=_field("loop_count"),
+        runtime="anakin",
+    ),
+    Knob(
+        path="runtime.loop_count",
+        choices=_powers(0, 9),
+        scale="log2",
+        feeds="training_loop",
+        cost="rebuild",
+        effect="neutral",  # parameters are published once a dispatch: how old they get is bounded, and has a price
+        fields=_field("loop_count"),
+        runtime="sebulba",
+    ),
+    Knob(
+        path="runtime.selfplay_workers",
+        choices=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64),
+        scale="log2",
+        feeds="selfplay_worker",
+        cost="rebuild",
+        effect="neutral",
+        fields=_field("selfplay_workers"),
+        runtime="sebulba",
+    ),
+    Knob(
+        path="runtime.cpu_actors",
+        choices=(1, 2, 3, 4, 6, 8, 12, 16),
+        scale="log2",
+        feeds="context_worker",
+        cost="rebuild",
+        effect="neutral",  # each has a context in hand, which ages
+        fields=_field("cpu_actors"),
+        runtime="sebulba",
+        fine=True,
+    ),
+    Knob(
+        path="runtime.search_queue_size",
+        choices=_powers(0, 6),
+        scale="log2",
+        feeds="context_queue",
+        cost="rebuild",
+        effect="neutral",  # what waits ages
+        fields=_field("search_queue_size"),
+        runtime="sebulba",
+        fine=True,
+    ),
+    Knob(
+        path="runtime.batch_queue_size",
+        choices=_powers(0, 6),
+        scale="log2",
+        feeds="batch_queue",
+        cost="rebuild",
+        effect="neutral",  # what waits ages
+        fields=_field("batch_queue_size"),
+        runtime="sebulba",
+        fine=True,
+    ),
+    Knob(
+        path="runtime.step_in",
+        choices=("thread", "process"),
+        scale="name",
+        feeds="environment",
+        cost="rebuild",
+        effect="exact",
+        fields=lambda where: {"step_in_process": float(where == "process")},
+        runtime="sebulba",
     ),
     Knob(
         path="precision.level",
@@ -128,9 +196,10 @@ KNOBS = (
 )
 
 
-def knobs_up_to(effect: str) -> tuple[Knob, ...]:
-    """The rows whose effect is at most ``effect``: exact, then neutral, then learning."""
-    return tuple(knob for knob in KNOBS if EFFECTS.index(knob.effect) <= EFFECTS.index(effect))
+def knobs_up_to(effect: str, runtime: str) -> tuple[Knob, ...]:
+    """The rows of a runtime whose effect is at most ``effect``: exact, then neutral, then learning."""
+    there = (knob for knob in KNOBS if knob.runtime in ("", runtime))
+    return tuple(knob for knob in there if EFFECTS.index(knob.effect) <= EFFECTS.index(effect))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +210,8 @@ class Space:
     choices: tuple[tuple[Any, ...], ...]  # by knob
     start: tuple[int, ...]  # the starting configuration's point
     base: Workload  # of the starting configuration
-    max_num_envs: int  # more environments would spend too much of the training on collecting the first sequences
+    max_num_envs: int  # of all workers; more would spend too much of the training on collecting the first sequences
+    max_staleness: float = 0.0  # updates; more would learn from what is too old
 
     @property
     def sizes(self) -> np.ndarray:
@@ -185,16 +255,24 @@ def workloads(base: Workload, tables: Tables, points: jax.Array) -> Workload:
     return Workload(**values)  # type: ignore[arg-type]  # fields [C]
 
 
-def feasible(workload: Workload, max_num_envs: jax.Array) -> jax.Array:
-    """Which candidates a configuration allows: bool [C]. The rules are those of muzerox.Config, and the bound on warm-up."""
-    whole = workload.num_envs % (workload.search_split * workload.num_devices) == 0
-    rows = workload.capacity >= (workload.unroll_steps + workload.td_steps + 2) * workload.num_envs
-    fits = workload.batch_size <= workload.capacity
-    return whole & rows & fits & (workload.num_envs <= max_num_envs)
+def feasible(workload: Workload, max_num_envs: Any, max_staleness: Any = np.inf) -> jax.Array:
+    """Which candidates a configuration allows: bool [C]. The rules are those of muzerox.Config, and bounds on warm-up and age."""
+    w = workload
+    num_envs = w.num_envs * w.selfplay_workers
+    whole = w.num_envs % (w.search_split * w.num_devices) == 0
+    shared = w.batch_size % jnp.maximum(jnp.asarray(w.num_devices), w.learning_devices) == 0
+    rows = w.capacity >= (w.unroll_steps + w.td_steps + 2) * num_envs
+    fits = w.batch_size <= w.capacity
+    return whole & shared & rows & fits & (num_envs <= max_num_envs) & (staleness(w) <= max_staleness)
 
 
 def make_space(
-    knobs: Sequence[Knob], start: Mapping[str, Any], base: Workload, valid: Callable[[str, Any], bool], max_num_envs: int
+    knobs: Sequence[Knob],
+    start: Mapping[str, Any],
+    base: Workload,
+    valid: Callable[[str, Any], bool],
+    max_num_envs: int,
+    max_staleness: float = 0.0,
 ) -> Space:
     """The grid of ``knobs`` around a starting configuration.
 
@@ -212,4 +290,4 @@ def make_space(
             kept.append(knob)
             choices.append(tuple(options))
             point.append(options.index(here))
-    return Space(tuple(kept), tuple(choices), tuple(point), base, max_num_envs)
+    return Space(tuple(kept), tuple(choices), tuple(point), base, max_num_envs, max_staleness)

@@ -6,6 +6,7 @@ configuration and the allocation, later ones ask for bursts. Run as ``python -m 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -59,8 +60,7 @@ def main() -> None:
         from tuner.bridge import Config, Session, allocated
 
         config = Config.from_dict(request["config"])
-        with allocated(config):
-            session = Session(config)
+        with allocated(config), contextlib.closing(Session(config)) as session:
             answer(compile_seconds=session.compile_seconds, warmup_seconds=session.warmup_seconds)
             for line in sys.stdin:
                 answer(**session.burst(**json.loads(line)))

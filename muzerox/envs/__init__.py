@@ -1,11 +1,52 @@
 """Environments: one adapter a file, found by suite.
 
-To add a suite, write ``envs/<suite>.py`` with ``make(name) -> Environment`` and ``names() -> list[str]`` and add a row to
-``SUITES``; the contract tests walk the table.
+To add a suite, write ``envs/<suite>.py`` and add a row to ``SUITES``; the contract tests walk the table. The file has
+
+- ``names() -> list[str]``, what it serves, and ``UNAVAILABLE``, what it does not with the reason;
+- ``make(name, **options) -> Environment`` (JAX) or ``-> HostEnvironment``;
+- if it takes options, their table ``OPTIONS`` (name -> ``Option``), and those that evaluation changes, ``EVALUATION``;
+- if it serves names beyond those it lists, ``serves(name) -> bool``;
+- on the host, ``simulators(name, num_envs, seed, **options) -> Simulators``, without JAX and importing none.
 """
 
-from muzerox.envs.contract import check_env
-from muzerox.envs.registry import SUITES, env_ids, make_env, unavailable
-from muzerox.envs.wrappers import auto_reset
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["SUITES", "auto_reset", "check_env", "env_ids", "make_env", "unavailable"]
+from muzerox.envs.registry import SUITES, env_ids, is_host, make_env, not_installed, suite_options, unavailable
+
+if TYPE_CHECKING:
+    from muzerox.envs.contract import check_env, check_host_env
+    from muzerox.envs.host import in_process, on_host
+    from muzerox.envs.wrappers import auto_reset
+
+__all__ = [
+    "SUITES",
+    "auto_reset",
+    "check_env",
+    "check_host_env",
+    "env_ids",
+    "in_process",
+    "is_host",
+    "make_env",
+    "not_installed",
+    "on_host",
+    "suite_options",
+    "unavailable",
+]
+
+_MODULES = {
+    "auto_reset": "wrappers",
+    "check_env": "contract",
+    "check_host_env": "contract",
+    "in_process": "host",
+    "on_host": "host",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs JAX when it is asked for: the process of a simulator does without."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'muzerox.envs' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"muzerox.envs.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

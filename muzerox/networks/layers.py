@@ -49,17 +49,23 @@ def linear(inputs: int, outputs: int, *, dtype: str, rngs: nnx.Rngs, **options: 
     return nnx.Linear(inputs, outputs, dtype=dtype, rngs=rngs, dot_general=dot_general, **options)
 
 
-def conv_by_matmul(x: jax.Array, kernel: jax.Array, *_args: object, **_kwargs: object) -> jax.Array:
-    """``jax.lax.conv_general_dilated`` for 3x3 kernels, stride 1 and same padding, as one matrix product.
+def conv_by_matmul(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...] = (1, 1), *_args: object, **_kwargs: object
+) -> jax.Array:
+    """``jax.lax.conv_general_dilated`` for 3x3 kernels and same padding, as one matrix product.
 
     Args:
       x: [B, H, W, C].
       kernel: [3, 3, C, D] of the same dtype.
+      strides: the same in both directions.
 
     Returns:
-      [B, H, W, D] float32. Each cell's nine neighbours side by side times the kernel as a matrix.
+      [B, H, W, D] float32, height and width divided by the stride and rounded up. Each cell's nine neighbours side by side times
+      the kernel as a matrix.
     """
-    return _convolution(x, kernel)
+    if max(strides) == 1:
+        return _convolution(x, kernel)
+    return product(_neighbours(x, strides[0]), kernel.reshape(-1, kernel.shape[3]))
 
 
 @jax.custom_vjp
@@ -67,11 +73,22 @@ def _convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return product(_neighbours(x), kernel.reshape(-1, kernel.shape[3]))
 
 
-def _neighbours(x: jax.Array) -> jax.Array:
-    """[B, H, W, C] -> [B, H, W, 9 C], zeros beyond the edges."""
+def _neighbours(x: jax.Array, stride: int = 1) -> jax.Array:
+    """[B, H, W, C] -> [B, H, W, 9 C] of every ``stride``-th cell, zeros beyond the edges."""
     _, height, width, _ = x.shape
-    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    return jnp.concatenate([padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=-1)
+    padded = jnp.pad(x, ((0, 0), _same(height, stride), _same(width, stride), (0, 0)))
+    rows, columns = (slice(0, size, stride) for size in (height, width))
+
+    def shifted(cells: slice, by: int) -> slice:
+        return slice(by, by + cells.stop, cells.step)
+
+    return jnp.concatenate([padded[:, shifted(rows, i), shifted(columns, j)] for i in range(3) for j in range(3)], axis=-1)
+
+
+def _same(size: int, stride: int) -> tuple[int, int]:
+    """Zeros before and after, as XLA's padding SAME has them for a kernel of 3."""
+    total = max((-(-size // stride) - 1) * stride + 3 - size, 0)
+    return total // 2, max(total - total // 2, 1)  # one more does no harm: it is not read
 
 
 def _convolution_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -94,10 +111,10 @@ def _convolution_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Arr
 _convolution.defvjp(_convolution_forward, _convolution_backward)
 
 
-def conv_3x3(inputs: int, outputs: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs) -> nnx.Conv:
-    """[B, H, W, inputs] -> [B, H, W, outputs]: a 3x3 convolution that keeps height and width.
+def conv_3x3(inputs: int, outputs: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs, stride: int = 1) -> nnx.Conv:
+    """[B, H, W, inputs] -> [B, H, W, outputs]: a 3x3 convolution; height and width are divided by ``stride`` and rounded up.
 
     XLA's convolutions on CPU, and their gradients above all, are many times slower than its matrix products.
     """
     by_matmul = {"conv_general_dilated": conv_by_matmul} if jax.default_backend() == "cpu" else {}
-    return nnx.Conv(inputs, outputs, (3, 3), use_bias=use_bias, dtype=dtype, rngs=rngs, **by_matmul)
+    return nnx.Conv(inputs, outputs, (3, 3), strides=stride, use_bias=use_bias, dtype=dtype, rngs=rngs, **by_matmul)

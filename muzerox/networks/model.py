@@ -13,7 +13,7 @@ from flax import nnx
 from muzerox.config import NetworkConfig
 from muzerox.errors import ConfigError
 from muzerox.networks.layers import linear
-from muzerox.networks.torso import MLP, ResNet, flatten, scale_hidden
+from muzerox.networks.torso import MLP, Downsample, ResNet, flatten, from_bytes, scale_hidden
 from muzerox.precision import Policy
 from muzerox.types import EnvSpec, Params
 
@@ -58,7 +58,7 @@ class VectorNetworks(nnx.Module):
         self.dtype = dtype
 
     def represent(self, observation: jax.Array) -> jax.Array:
-        return scale_hidden(self.embedding(self.representation(flatten(observation).astype(self.dtype))))
+        return scale_hidden(self.embedding(self.representation(from_bytes(flatten(observation), self.dtype))))
 
     def dynamics(self, hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = self.transition(jax.nn.relu(self.hidden_in(hidden) + self.action_in(action)))
@@ -71,12 +71,14 @@ class VectorNetworks(nnx.Module):
 
 
 class GridNetworks(nnx.Module):
-    """Networks for images and boards [H, W, C]; the hidden state is [B, H, W, width]."""
+    """Networks for images and boards [H, W, C]; the hidden state is [B, H, W, width], that of a large image at most 8x8 cells."""
 
     def __init__(self, config: NetworkConfig, spec: EnvSpec, *, dtype: str, rngs: nnx.Rngs):
         height, wide, channels = spec.observation_shape
         width, depth, bins = config.width, config.depth, config.num_bins
-        self.representation = ResNet(channels, width, depth, dtype=dtype, rngs=rngs)
+        self.smaller = Downsample(channels, width, height, wide, dtype=dtype, rngs=rngs)
+        height, wide = self.smaller.height, self.smaller.width
+        self.representation = ResNet(self.smaller.outputs, width, depth, dtype=dtype, rngs=rngs)
         # A learnt plane an action: where a move lands on the board is not known to an adapter, so it is learnt.
         self.action_in = nnx.Embed(
             spec.num_actions, height * wide, dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(1.0)
@@ -89,7 +91,7 @@ class GridNetworks(nnx.Module):
         self.dtype = dtype
 
     def represent(self, observation: jax.Array) -> jax.Array:
-        return scale_hidden(self.representation(observation.astype(self.dtype)))
+        return scale_hidden(self.representation(self.smaller(from_bytes(observation, self.dtype))))
 
     def dynamics(self, hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         plane = self.action_in(action).reshape(*hidden.shape[:-1], 1)

@@ -15,6 +15,9 @@ from flax import nnx
 
 from muzerox.networks.layers import conv_3x3, linear
 
+SHORT_SIDE = 8  # of an image's hidden state, cells at most
+LONG_SIDE = 32  # observations with a longer side are images to be made smaller; boards are not
+
 
 class MLP(nnx.Module):
     """[B, inputs] -> [B, width]: ``depth`` linear layers, each normalised by its root mean square and rectified."""
@@ -65,12 +68,44 @@ class ResNet(nnx.Module):
         return x
 
 
+class Downsample(nnx.Module):
+    """[B, H, W, inputs] -> [B, h, w, outputs]: sides of large images halved until none is longer than 8; boards pass unchanged.
+
+    As in MuZero (appendix F) and EfficientZero: convolutions of stride 2 twice, the first to half the channels, then averages of
+    3x3 cells; a residual block after each.
+    """
+
+    def __init__(self, inputs: int, channels: int, height: int, width: int, *, dtype: str, rngs: nnx.Rngs):
+        halve: list[nnx.Conv] = []
+        blocks: list[ResidualBlock] = []
+        while max(height, width) > (SHORT_SIDE if blocks else LONG_SIDE):
+            if len(halve) < 2:
+                outputs = channels if blocks else max(channels // 2, 1)
+                halve.append(conv_3x3(inputs, outputs, use_bias=True, dtype=dtype, rngs=rngs, stride=2))
+                inputs = outputs
+            blocks.append(ResidualBlock(inputs, dtype=dtype, rngs=rngs))
+            height, width = -(-height // 2), -(-width // 2)
+        self.halve, self.blocks = nnx.List(halve), nnx.List(blocks)
+        self.outputs, self.height, self.width = inputs, height, width
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i, block in enumerate(self.blocks):
+            small = self.halve[i](x) if i < len(self.halve) else nnx.avg_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+            x = block(small)
+        return x
+
+
 def scale_hidden(x: jax.Array) -> jax.Array:
     """Each example's hidden state to [0, 1] by its minimum and maximum, float32 (MuZero, appendix G)."""
     x = x.astype(jnp.float32)
     axes = tuple(range(1, x.ndim))
     low, high = jnp.min(x, axes, keepdims=True), jnp.max(x, axes, keepdims=True)
     return (x - low) / jnp.maximum(high - low, 1e-5)
+
+
+def from_bytes(x: jax.Array, dtype: str) -> jax.Array:
+    """Observations as ``dtype``; bytes, which are pixels, to [0, 1]."""
+    return x.astype(dtype) / 255 if x.dtype == jnp.uint8 else x.astype(dtype)
 
 
 def flatten(x: jax.Array) -> jax.Array:

@@ -36,6 +36,11 @@ class RunState(struct.PyTreeNode):
     rows: jax.Array  # [] int32, steps every environment has made
     credit: jax.Array  # [] int32, earned and not yet spent, in the unit of ``_pace``
 
+    @property
+    def env_steps(self) -> int:
+        """Environment steps made."""
+        return int(self.rows) * len(self.actors.episode_length)
+
 
 def _pace(config: Config) -> tuple[int, int, int]:
     """Whole numbers that keep the replay ratio exactly: what an update earns, what a row costs, rows before the first.

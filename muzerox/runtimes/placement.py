@@ -11,6 +11,7 @@ from muzerox.allocation import available_memory
 from muzerox.config import ReplayConfig
 from muzerox.errors import ConfigError
 from muzerox.replay import ReplayState
+from muzerox.sections import RuntimeConfig
 
 AXIS = "data"  # environments, replay columns and batches are split over it
 
@@ -21,6 +22,27 @@ def make_mesh(num_devices: int) -> Mesh:
     if num_devices > len(devices):
         raise ConfigError("runtime.num_devices", num_devices, f"this machine has {len(devices)}", len(devices))
     return Mesh(devices[:num_devices], (AXIS,))
+
+
+def assign(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], list[jax.Device]]:
+    """The devices that act, search and learn under sebulba.
+
+    Where there are enough, no device has two roles. Where there are not, searching shares the acting devices; where that is not
+    enough either, every role starts from the first device. Raises ConfigError when a role asks for more than there are.
+    """
+    devices = jax.devices()
+    roles = {f"{role}_devices": getattr(runtime, f"{role}_devices") for role in ("acting", "searching", "learning")}
+    for name, count in roles.items():
+        if count > len(devices):
+            raise ConfigError(f"runtime.{name}", count, f"this machine has {len(devices)}", len(devices))
+    acting, searching, learning = roles.values()
+    if sum(roles.values()) <= len(devices):
+        first, last = acting, acting + searching
+    elif max(acting, searching) + learning <= len(devices):
+        first, last = 0, max(acting, searching)
+    else:
+        first, last = 0, 0
+    return devices[:acting], devices[first : first + searching], devices[last : last + learning]
 
 
 def memory(mesh: Mesh) -> int | None:

@@ -97,6 +97,10 @@ TOGETHER: dict[str, Case] = {
         "--set runtime.num_devices=2 --set train.batch_size=9",
         ["train.batch_size = 9", "multiple of runtime.num_devices (2)", "nearest valid: 8"],
     ),
+    "host environment on the device": (
+        "--env gymnasium:CartPole-v1 --set runtime.kind=anakin",
+        ["runtime.kind = 'anakin'", "runs on the host", "nearest valid: sebulba"],
+    ),
     "too many devices": ("--set runtime.num_devices=64", ["runtime.num_devices = 64", "this machine has 2", "nearest valid: 2"]),
 }
 

@@ -154,7 +154,8 @@ def values(path: str) -> st.SearchStrategy[Any]:
 
 
 TIED = {"train.batch_size", "train.unroll_steps", "train.td_steps", "train.replay_ratio"}
-TIED |= {"replay.capacity", "replay.min_size", "runtime.num_envs", "runtime.num_devices"}
+TIED |= {"replay.capacity", "replay.min_size", "runtime.num_envs", "runtime.num_devices", "runtime.learning_devices"}
+TIED |= {"runtime.selfplay_workers"}
 
 
 @st.composite
@@ -163,7 +164,8 @@ def configs(draw: st.DrawFn) -> Config:
     chosen = draw(st.lists(st.sampled_from(free), unique=True, max_size=12))
     changes = {path: draw(values(path)) for path in chosen}
     devices = draw(st.sampled_from([1, 2, 3, 8]))
-    changes["runtime.num_devices"] = devices
+    changes["runtime.num_devices"] = changes["runtime.learning_devices"] = devices
+    changes["runtime.selfplay_workers"] = draw(st.integers(1, 20))
     changes["search.split"] = draw(st.sampled_from([1, 2, 7]))
     changes["runtime.num_envs"] = changes["search.split"] * devices * draw(st.integers(1, 100))
     changes["train.batch_size"] = devices * draw(st.integers(1, 100))
@@ -171,7 +173,8 @@ def configs(draw: st.DrawFn) -> Config:
     changes["train.td_steps"] = draw(st.integers(1, 50))
     changes["train.replay_ratio"] = draw(st.floats(1e-3, 1e4))
     rows = changes["train.unroll_steps"] + changes["train.td_steps"] + 2
-    changes["replay.capacity"] = rows * changes["runtime.num_envs"] + draw(st.integers(800, 10**9))
+    columns = changes["runtime.selfplay_workers"] * changes["runtime.num_envs"]
+    changes["replay.capacity"] = rows * columns + draw(st.integers(800, 10**9))
     changes["replay.min_size"] = draw(st.integers(1, changes["replay.capacity"]))
     return Config().replace(changes)
 
@@ -282,6 +285,12 @@ def test_derived() -> None:
         ({"runtime.num_devices": 3}, "runtime.num_envs", 63),
         ({"runtime.num_devices": 3, "runtime.num_envs": 2}, "runtime.num_envs", 3),
         ({"runtime.num_devices": 2, "train.batch_size": 1}, "train.batch_size", 2),
+        ({"runtime.kind": "sebulba", "runtime.learning_devices": 3}, "train.batch_size", 255),
+        (
+            {"runtime.kind": "sebulba", "runtime.selfplay_workers": 4, "replay.capacity": 4000, "replay.min_size": 64},
+            "replay.capacity",
+            4352,
+        ),
         ({"train.replay_ratio": 1e-7}, "train.replay_ratio", "2.56e-06"),
     ],
 )

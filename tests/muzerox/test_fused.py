@@ -149,18 +149,24 @@ def test_stochastic_search_grows_the_trees_of_mctx(masked: bool) -> None:
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
-    answers_are_those_of_mctx(data, batch=16, simulations=24, actions=12)
+    with jax.enable_x64(True):
+        ours, theirs = answers(data, batch=16, simulations=24, actions=12)
+        assert (ours.action == theirs.action).all()
+        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
 
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_large_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
-    answers_are_those_of_mctx(data, batch=256, simulations=200, actions=362)
+    with jax.enable_x64(True):
+        ours, theirs = answers(data, batch=256, simulations=200, actions=362)
+        assert (ours.action == theirs.action).all()
+        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
 
 
-def answers_are_those_of_mctx(data: st.DataObject, *, batch: int, simulations: int, actions: int) -> None:
-    """Both policies, in float64, node for node, on a problem of at most these shapes that mctx solves in seconds."""
+def answers(data: st.DataObject, *, batch: int, simulations: int, actions: int) -> tuple[mctx.PolicyOutput, mctx.PolicyOutput]:
+    """Ours and mctx's, in float64, with either policy on a problem of at most these shapes that mctx solves in seconds."""
     b = data.draw(st.sampled_from([1, 2, 3, 8, batch // 2, batch]))
     n = data.draw(st.integers(1, min(simulations, max(2, 1_000_000 // (b * 12)))))
     case = Case(
@@ -175,18 +181,15 @@ def answers_are_those_of_mctx(data: st.DataObject, *, batch: int, simulations: i
         masked=data.draw(st.booleans()),
         max_depth=data.draw(st.sampled_from([None, None, 1, 2, 4])),
     )
-    with jax.enable_x64(True):
-        if data.draw(st.booleans()):
-            qtransform = data.draw(st.sampled_from([MIX, SIBLINGS, MIN_MAX]))
-            options = {"qtransform": qtransform, "gumbel_scale": data.draw(st.sampled_from([0.0, 1.0]))}
-            options["max_num_considered_actions"] = data.draw(st.sampled_from([1, 4, 16]))
-            ours, theirs = (case.run(module.gumbel_muzero_policy, jnp.float64, **options) for module in (fused, mctx))
-        else:
-            options = {"qtransform": data.draw(st.sampled_from([SIBLINGS, MIN_MAX]))}
-            options["dirichlet_fraction"] = data.draw(st.sampled_from([0.0, 0.25]))
-            ours, theirs = (case.run(module.muzero_policy, jnp.float64, **options) for module in (fused, mctx))
-        assert (ours.action == theirs.action).all()
-        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
+    if data.draw(st.booleans()):
+        policy, options = "gumbel_muzero_policy", {"qtransform": data.draw(st.sampled_from([MIX, SIBLINGS, MIN_MAX]))}
+        options["gumbel_scale"] = data.draw(st.sampled_from([0.0, 1.0]))
+        options["max_num_considered_actions"] = data.draw(st.sampled_from([1, 4, 16]))
+    else:
+        policy, options = "muzero_policy", {"qtransform": data.draw(st.sampled_from([SIBLINGS, MIN_MAX]))}
+        options["dirichlet_fraction"] = data.draw(st.sampled_from([0.0, 0.25]))
+    ours, theirs = (case.run(getattr(module, policy), jnp.float64, **options) for module in (fused, mctx))
+    return ours, theirs
 
 
 @pytest.mark.parametrize("policy", ["gumbel", "puct"])

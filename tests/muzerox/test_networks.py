@@ -31,21 +31,26 @@ def spec(*shape: int) -> EnvSpec:
 
 @pytest.mark.parametrize("height", [1, 4])
 @pytest.mark.parametrize("width", [1, 5])
-def test_convolution_by_matmul_is_the_convolution(height: int, width: int) -> None:
-    key_x, key_kernel = jax.random.split(jax.random.key(0))
-    x, kernel = jax.random.normal(key_x, (2, height, width, 3)), jax.random.normal(key_kernel, (3, 3, 3, 4))
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 0.0), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+def test_convolution_by_matmul_is_the_convolution(height: int, width: int, dtype: str, rounding: float) -> None:
+    """Of 16-bit operands too, where sums stay float32: the cotangent and the gradients are rounded, once each."""
+    key_x, key_kernel, key_weight = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(key_x, (2, height, width, 3)).astype(dtype)
+    kernel = jax.random.normal(key_kernel, (3, 3, 3, 4)).astype(dtype)
+    exact = (x.astype(jnp.float32), kernel.astype(jnp.float32))
 
     def reference(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    ours, theirs = conv_by_matmul(x, kernel), reference(x, kernel)
+    ours, theirs = conv_by_matmul(x, kernel), reference(*exact)
+    assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    weight = jax.random.normal(key_x, ours.shape)
-    gradients = [
-        jax.grad(lambda *a, f=f: jnp.sum(f(*a) * weight), argnums=(0, 1))(x, kernel) for f in (conv_by_matmul, reference)
-    ]
-    for a, b in zip(*gradients, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    weight = jax.random.normal(key_weight, ours.shape)
+    got = jax.grad(lambda *a: jnp.sum(conv_by_matmul(*a) * weight), argnums=(0, 1))(x, kernel)
+    want = jax.grad(lambda *a: jnp.sum(reference(*a) * weight), argnums=(0, 1))(*exact)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=1e-4, atol=1e-5 + 2 * rounding * np.abs(b).max())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 2e-3)])
@@ -63,6 +68,37 @@ def test_a_product_sums_in_float32_and_so_does_its_gradient(dtype: str, toleranc
         assert np.abs(np.asarray(got, np.float32) - want).max() <= tolerance * np.abs(want).max()
 
 
+@pytest.mark.parametrize("size", [(84, 84), (21, 11), (7, 8), (1, 2)])
+def test_convolution_of_stride_two_is_the_convolution(size: tuple[int, int]) -> None:
+    x = jax.random.normal(jax.random.key(0), (2, *size, 3))
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, 3, 4))
+
+    def by_xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def ours(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return conv_by_matmul(x, kernel, (2, 2))
+
+    np.testing.assert_allclose(jax.jit(ours)(x, kernel), by_xla(x, kernel), rtol=1e-4, atol=1e-4)
+    weight = jax.random.normal(jax.random.key(2), by_xla(x, kernel).shape)
+    got, want = (jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * weight), (0, 1)))(x, kernel) for f in (ours, by_xla))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_large_images_become_small_hidden_states_and_bytes_fractions() -> None:
+    spec = EnvSpec(id="toy:pixels", observation_shape=(84, 84, 4), observation_dtype="uint8", num_actions=ACTIONS)
+    model = make_model(small_config().network, spec, POLICIES["O0"])
+    params = jax.jit(model.init)(jax.random.key(0))
+    pixels = np.random.default_rng(0).integers(0, 256, (B, 84, 84, 4), dtype=np.uint8)
+    state = jax.jit(model.represent)(params, pixels)
+    assert state.shape == (B, 6, 6, 16)
+    scaled = jax.jit(model.represent)(params, pixels.astype(np.float32) / 255)
+    np.testing.assert_allclose(state, scaled, rtol=1e-5, atol=1e-6)
+    assert np.abs(np.asarray(state[0]) - np.asarray(state[1])).max() > 1e-3
+    assert model.dynamics(params, state, jnp.zeros(B, jnp.int32))[0].shape == state.shape
+
+
 @pytest.mark.parametrize(
     ("shape", "kind", "hidden"),
     [
@@ -71,6 +107,8 @@ def test_a_product_sums_in_float32_and_so_does_its_gradient(dtype: str, toleranc
         ((3, 3, 2), "resnet", (3, 3, 16)),
         ((4, 6, 2), "auto", (4, 6, 16)),
         ((4, 6, 2), "mlp", (16,)),
+        ((19, 19, 2), "auto", (19, 19, 16)),  # every cell of a board counts
+        ((40, 33, 3), "auto", (5, 5, 16)),
     ],
 )
 @pytest.mark.parametrize("level", POLICIES)

@@ -38,11 +38,42 @@ TYPICAL = {
     "td_steps": 40.0,
     "reanalyze_fraction": 0.0,
     "loop_count": 32.0,
+    "sebulba": 0.0,
+    "selfplay_workers": 1.0,
+    "cpu_actors": 0.0,
+    "search_queue_size": 0.0,
+    "batch_queue_size": 0.0,
+    "acting_devices": 0.0,
+    "searching_devices": 0.0,
+    "learning_devices": 0.0,
+    "step_in_process": 0.0,
+    "host_step_seconds": 0.0,
     "compute_bits": 32.0,
     "embedding_bits": 32.0,
     "cores": 2.0,
     "num_devices": 1.0,
 }
+
+
+THREADED = {
+    "num_envs": 32.0,
+    "loop_count": 8.0,
+    "sebulba": 1.0,
+    "selfplay_workers": 2.0,
+    "cpu_actors": 1.0,
+    "search_queue_size": 2.0,
+    "batch_queue_size": 2.0,
+    "acting_devices": 1.0,
+    "searching_devices": 1.0,
+    "learning_devices": 1.0,
+    "host_step_seconds": 7e-6,
+}
+
+
+@pytest.fixture(scope="session")
+def make_threaded() -> Callable[..., Workload]:
+    """A typical workload of threads that meet at queues, with some fields changed."""
+    return lambda **changes: Workload(**{**TYPICAL, **THREADED, **changes})
 
 
 @pytest.fixture(scope="session")

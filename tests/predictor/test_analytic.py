@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from predictor import STAGES, Hardware, Workload, hardware_rates, resident_bytes, stack, stages
-from predictor.analytic import PRIOR, combine, fit_coefficients, matmul_rate
+from predictor.analytic import matmul_rate
+from predictor.coefficients import PRIOR, fit_coefficients
+from predictor.overlap import total
 
 Make = Callable[..., Workload]
 
@@ -53,8 +55,34 @@ def test_stages_equal_a_count_by_hand(make_workload: Make, hardware: Hardware) -
         + updates * (network_operations + tree_operations) * operation,
         "environment": 250 * operation / 64 + 4 * 16 / copy,
         "dispatch": updates / 32 * 80 * 1e-5,  # the arrays of a whole training
+        **dict.fromkeys(("host_steps", "host_rows", "contexts", "ready"), 0.0),
     }
     assert seconds(w, hardware) == pytest.approx(expected, rel=1e-5)
+
+
+def test_stages_of_threads_equal_a_count_by_hand(make_workload: Make, make_threaded: Make, hardware: Hardware) -> None:
+    updates = 4 / 256
+    w = make_threaded(step_in_process=1.0, reanalyze_fraction=0.25)
+    found = seconds(w, hardware)
+    priorities = 4 * 12 * (131_072 / 32 + 256 * 32)
+    sequences = 5 * 16 + 43 * 20 + 4 * 2 * 4
+    expected = {
+        "replay_bytes": (2 * 16 + 8 + 20 + 4 * sequences) / 5e10,  # priorities lie on the host
+        "environment": 0.0,
+        "dispatch": updates * (80 / 8 + 10) * 1e-5,
+        "host_steps": 7e-6,
+        "host_rows": (40 + 10) * 1e-5 / 32,
+        "contexts": updates * (30 * 1e-5 + priorities / 5e10),
+        "ready": updates * 60 * 1e-5,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    # The rest is what the same search and learner cost in one program.
+    same = seconds(make_workload(num_envs=32.0, loop_count=8.0, reanalyze_fraction=0.25), hardware)
+    others = [name for name in STAGES if name not in expected]
+    assert [found[name] for name in others] == pytest.approx([same[name] for name in others], rel=1e-6)
+    # A JAX environment on the host is a program, still.
+    assert seconds(make_threaded(host_step_seconds=0.0), hardware)["environment"] > 0.0
+    assert seconds(make_threaded(learning_devices=2.0), hardware)["learner_flops"] == pytest.approx(found["learner_flops"] / 2)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +107,9 @@ def test_cost_is_monotone(make_workload: Make, hardware: Hardware, field: str, l
     rates = hardware_rates(hardware)
     values = np.linspace(low, high, 9)
     batch = stack([make_workload(**{field: float(v)}) for v in values])
-    total = np.asarray(combine(stages(batch, rates)), np.float64)
-    assert np.all(sign * np.diff(total) >= 0)
-    assert sign * (total[-1] - total[0]) > 0
+    whole = np.asarray(total(stages(batch, rates), batch, rates), np.float64)
+    assert np.all(sign * np.diff(whole) >= 0)
+    assert sign * (whole[-1] - whole[0]) > 0
 
 
 def test_a_batch_is_its_workloads_one_by_one(family: Callable[[int, int], list[Workload]], hardware: Hardware) -> None:
@@ -119,12 +147,18 @@ def test_resident_bytes_by_hand(make_workload: Make) -> None:
     assert float(resident_bytes(w)) == pytest.approx(ring + tree + batch + 24 * 33_000, rel=1e-6)
 
 
-def test_combine_goes_from_sum_to_maximum() -> None:
-    values = np.array([[3e-6, 4e-6], [1e-9, 5e-3]], np.float32)
-    np.testing.assert_allclose(combine(values), values.sum(1), rtol=1e-6)
-    np.testing.assert_allclose(combine(values, 2.0), [5e-6, 5e-3], rtol=1e-5)
-    np.testing.assert_allclose(combine(values, float("inf")), [4e-6, 5e-3])
-    np.testing.assert_allclose(combine(values, 64.0), [4e-6, 5e-3], rtol=1e-4)
+def test_resident_bytes_of_threads_by_hand(make_threaded: Make) -> None:
+    w = make_threaded(capacity=1e6, observation_bytes=400.0, reanalyze_fraction=0.5)
+    ring = 1e6 * (2 * 400 + 8 + 20)
+    tree = (2 * 32 + 0.5 * 256 * 4) * 17 * (64 * 4 + 48)
+    batch = 4 * 256 * ((3 + 3 * 8) * 64 + 7 * 21)
+    ready = 256 * (400 + 4 + 4 * (8 + 22) + 16 * 3)
+    queues = (2 + 1 + 3 * 8) * ready + 256 * 4 * 400 + 16 * 256 * (2 + 1)
+    parameters = (24 + 4 * (4 + 1 + 1)) * 33_000
+    assert float(resident_bytes(w)) == pytest.approx(ring + tree + batch + queues + parameters, rel=1e-6)
+    for field in ("batch_queue_size", "search_queue_size", "cpu_actors", "selfplay_workers", "loop_count"):
+        small, large = make_threaded(**{field: 1.0}), make_threaded(**{field: 64.0})
+        assert float(resident_bytes(large)) > float(resident_bytes(small)), field
 
 
 def matrix(family: Callable[[int, int], list[Workload]], hardware: Hardware, count: int) -> np.ndarray:

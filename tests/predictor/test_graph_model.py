@@ -127,6 +127,69 @@ def test_it_starts_as_nothing_and_depends_on_every_type(family: Family, hardware
         assert np.all(by_type > 0)
 
 
+COMMON = ("observation_bytes", "num_envs", "num_simulations", "capacity", "batch_size", "loop_count", "host_step_seconds")
+THREADS = (
+    "selfplay_workers",
+    "cpu_actors",
+    "search_queue_size",
+    "batch_queue_size",
+    "acting_devices",
+    "searching_devices",
+    "learning_devices",
+    "step_in_process",
+)
+
+
+@pytest.mark.parametrize("field", [*COMMON, *THREADS, "sebulba"])
+def test_every_feature_of_threads_changes_the_output(
+    make_threaded: Callable[..., Workload], hardware: Hardware, field: str
+) -> None:
+    w = make_threaded()
+    other = make_threaded(**{field: getattr(w, field) * 3.0 + 1.0 if field != "sebulba" else 0.0})
+    graph = graph_of(stack([w, other]), hardware)
+    first, second = np.asarray(apply(random_network(4), graph))
+    assert abs(first - second) > 1e-4
+
+
+def test_queues_are_edges_with_room_that_carry_nothing_in_one_program(
+    make_workload: Callable[..., Workload], make_threaded: Callable[..., Workload], hardware: Hardware
+) -> None:
+    w = make_threaded(search_queue_size=4.0, batch_queue_size=7.0)
+    queues = {
+        "context_queue": ("context_worker", "reanalyze_worker", 4.0),
+        "batch_queue": ("reanalyze_worker", "training_loop", 7.0),
+    }
+    graph = graph_of(stack([w, make_workload()]), hardware)
+    edges = np.asarray(graph.edges).reshape(2, len(EDGES), len(EDGE_TYPES), EDGE_WIDTH + 1)
+    nothing = np.float32(np.log(1e-6))
+    for kind, (sender, receiver, room) in queues.items():
+        assert EDGE_TYPES[kind]
+        row, own = EDGES.index((sender, receiver, kind)), list(EDGE_TYPES).index(kind)
+        bytes_a_step, rows, calls, capacity, blocking = edges[0, row, own, :-1]
+        assert capacity == pytest.approx(np.log(room), rel=1e-6)
+        assert (rows, blocking) == pytest.approx((np.log(256.0), 0.0), rel=1e-5)
+        assert calls == pytest.approx(np.log(4 / 256), rel=1e-5)
+        assert bytes_a_step > 0.0
+        np.testing.assert_allclose(edges[1, row, own, :4], nothing, rtol=1e-5)
+    for index, (_, _, kind) in enumerate(EDGES):
+        own = list(EDGE_TYPES).index(kind)
+        if kind in ("draw", "publish"):
+            assert edges[0, index, own, 0] > nothing
+            assert edges[1, index, own, 0] == pytest.approx(nothing, rel=1e-5)
+        if kind == "sample":
+            assert edges[0, index, own, 0] == pytest.approx(nothing, rel=1e-5)
+            assert edges[1, index, own, 0] > nothing
+
+
+def test_parameters_are_published_once_a_dispatch(make_threaded: Callable[..., Workload], hardware: Hardware) -> None:
+    graph = graph_of(stack([make_threaded(loop_count=4.0), make_threaded(loop_count=16.0)]), hardware)
+    edges = np.asarray(graph.edges).reshape(2, len(EDGES), len(EDGE_TYPES), EDGE_WIDTH + 1)
+    own = list(EDGE_TYPES).index("publish")
+    for receiver in ("selfplay_worker", "reanalyze_worker"):
+        calls = edges[:, EDGES.index(("training_loop", receiver, "publish")), own, 2]
+        assert calls[0] - calls[1] == pytest.approx(np.log(4.0), rel=1e-4)
+
+
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(ValueError, match="width = 30: must be a multiple of 4"):
         model.init(jax.random.key(0), width=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor import Measurement, Outcome, SchemaError, Store, StoreError, Workload, by_environment, by_hardware, split
+from predictor import (
+    Measurement,
+    OtherVersion,
+    Outcome,
+    SchemaError,
+    Store,
+    StoreError,
+    Workload,
+    by_environment,
+    by_hardware,
+    split,
+)
+from predictor.schema import SCHEMA
 
 ROWS = st.lists(
     st.dictionaries(
@@ -127,4 +140,22 @@ def test_measurements_go_through_the_store_and_split(
     assert list(by_environment(found).values()) == [[runs[0], runs[2]], [runs[1]]]
     assert split(range(5), lambda i: i % 2) == {0: [0, 2, 4], 1: [1, 3]}
     with pytest.raises(SchemaError, match="Measurement: lacks"):
-        Measurement.from_dict({})
+        Measurement.from_dict({"schema": SCHEMA})
+
+
+def test_rows_of_threads_come_back_whole(make_threaded: Callable[..., Workload], measure: Callable[..., Measurement]) -> None:
+    run = measure(make_threaded(), 1e-4, waits={"batch_get": 0.25, "targets": 1.5}, batch_staleness=12.0, acting_staleness=3.0)
+    assert Measurement.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+    with pytest.raises(SchemaError, match=r"Measurement\.waits\.batch_get = 'long'"):
+        Measurement.from_dict({**run.to_dict(), "waits": {"batch_get": "long"}})
+
+
+@pytest.mark.parametrize("version", [None, 1, SCHEMA + 1, "x"])
+def test_rows_of_another_version_are_told_apart(
+    make_workload: Callable[..., Workload], measure: Callable[..., Measurement], version: object
+) -> None:
+    row = measure(make_workload(), 1e-4).to_dict()
+    assert row.pop("schema") == SCHEMA
+    with pytest.raises(OtherVersion, match="written by another version") as error:
+        Measurement.from_dict(row if version is None else {**row, "schema": version})
+    assert "\n" not in str(error.value)

@@ -9,6 +9,18 @@ import pytest
 from predictor import Hardware, Workload
 from tuner.bridge import Config
 
+# Fields of a workload that are 0 where one program does everything.
+RUNTIME = (
+    "sebulba",
+    "cpu_actors",
+    "search_queue_size",
+    "batch_queue_size",
+    "acting_devices",
+    "searching_devices",
+    "learning_devices",
+    "step_in_process",
+    "host_step_seconds",
+)
 TINY = {
     "replay.min_size": 64,
     "replay.capacity": 4096,
@@ -25,6 +37,12 @@ TINY = {
 def tiny() -> Config:
     """A CartPole configuration that compiles in seconds."""
     return Config.preset("gymnax:CartPole-v1").replace(TINY)
+
+
+@pytest.fixture
+def tiny_threads() -> Config:
+    """The same of gymnasium, whose environments step on the host."""
+    return Config.preset("gymnasium:CartPole-v1").replace(TINY)
 
 
 @pytest.fixture
@@ -68,5 +86,13 @@ def workload() -> Workload:
             "reanalyze_fraction": 0.0,
             "replay_on_host": 0.0,
             "puct": 0.0,
+            **dict.fromkeys(RUNTIME, 0.0),
         }
     )
+
+
+@pytest.fixture
+def threaded(workload: Workload) -> Workload:
+    """One like CartPole's by threads that meet at queues."""
+    ones = dict.fromkeys(RUNTIME, 1.0)
+    return dataclasses.replace(workload, **{**ones, "num_envs": 32.0, "loop_count": 8.0, "selfplay_workers": 2.0})

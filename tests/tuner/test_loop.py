@@ -17,7 +17,7 @@ from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
 from tuner.bridge import describe, load_config
 from tuner.history import TuneDir
 from tuner.loop import MIN_GAIN, space_around
-from tuner.objective import NO_POINT, energy
+from tuner.objective import NO_POINT, Limits, energy
 from tuner.report import median_errors
 from tuner.result import parse_budget
 
@@ -114,19 +114,19 @@ def test_the_energy_is_the_predicted_time_and_a_small_price(tuned: tuner.TuneRes
     rates = hardware_rates(tuned.hardware)
     points = np.stack([space.encode(trial.changes) for trial in tuned.history]).astype(np.int32)
     nothing = jnp.full((1, points.shape[1]), NO_POINT)
-    found = energy(
-        jnp.asarray(points), predictor.params, rates, space.base, space.tables(), jnp.float32(space.max_num_envs), nothing
-    )
+
+    def limits(num_envs: float) -> Limits:
+        return Limits(*map(jnp.float32, (num_envs, space.max_staleness, 0.001)))
+
+    found = energy(jnp.asarray(points), predictor.params, rates, space.base, space.tables(), limits(space.max_num_envs), nothing)
     for value, trial in zip(np.asarray(found), tuned.history, strict=True):
         seconds = predictor.predict(describe(Config.from_dict(trial.config)), tuned.hardware).seconds_per_env_step
         assert 0.0 <= value - np.log(seconds) < 0.02
     too_many = space.encode({**tuned.history[0].changes, "runtime.num_envs": max(space.options("runtime.num_envs"))})
-    bounded = jax.jit(energy)(
-        jnp.asarray([too_many]), predictor.params, rates, space.base, space.tables(), jnp.float32(8), nothing
-    )
+    bounded = jax.jit(energy)(jnp.asarray([too_many]), predictor.params, rates, space.base, space.tables(), limits(8), nothing)
     assert np.isinf(np.asarray(bounded)).all()
     again = energy(
-        jnp.asarray(points), predictor.params, rates, space.base, space.tables(), jnp.float32(1e9), jnp.asarray(points[1:2])
+        jnp.asarray(points), predictor.params, rates, space.base, space.tables(), limits(1e9), jnp.asarray(points[1:2])
     )
     np.testing.assert_array_equal(np.isinf(np.asarray(again)), [index == 1 for index in range(len(points))])  # never twice
 

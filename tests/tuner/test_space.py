@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,22 +11,37 @@ import numpy as np
 import pytest
 
 from muzerox.config import Config, paths
-from predictor import Workload
+from muzerox.runtimes.sebulba.pipeline import make_window
+from predictor import Workload, staleness
+from predictor.graph import EDGE_TYPES, NODE_TYPES
+from tuner import bridge
 from tuner.bridge import concrete, describe, get
 from tuner.loop import space_around
-from tuner.space import EFFECTS, KNOBS, Space, feasible, workloads
+from tuner.space import EFFECTS, KNOBS, Space, feasible, knobs_up_to, workloads
 
 
 def space_of(config: Config, effect: str = "neutral") -> Space:
     return space_around(concrete(config, "cpu"), effect, "cpu")
 
 
-@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.path)
+def start_of(runtime: str) -> Config:
+    """A start of the runtime with room for any choice."""
+    env = "gymnasium:CartPole-v1" if runtime == "sebulba" else "gymnax:CartPole-v1"
+    return concrete(Config.preset(env).replace({"replay.capacity": 10**9}), "cpu")
+
+
+RUNTIMES = ("anakin", "sebulba")
+ROWS = [pytest.param(knob, r, id=f"{knob.path}-{r}") for knob in KNOBS for r in RUNTIMES if knob.runtime in ("", r)]
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: f"{knob.path}-{knob.runtime}")
 def test_every_knob_is_a_key_whose_choices_the_configuration_takes(knob: Any) -> None:
     assert knob.path in paths()
     assert knob.scale in ("log2", "name")
     assert knob.cost in ("live", "rebuild", "restart")
     assert knob.effect in EFFECTS
+    assert knob.runtime in ("", *RUNTIMES)
+    assert knob.feeds in (*NODE_TYPES, *EDGE_TYPES)
     room = Config().replace({"replay.capacity": 10**9, "train.td_steps": 1, "runtime.num_envs": 8192})
     for choice in knob.choices:
         changed = room.replace(knob.path, choice)
@@ -34,17 +50,68 @@ def test_every_knob_is_a_key_whose_choices_the_configuration_takes(knob: Any) ->
         assert set(knob.fields(choice)) <= fields
 
 
-@pytest.mark.parametrize("knob", [k for k in KNOBS if len(k.choices) > 1], ids=lambda knob: knob.path)
-def test_a_choice_sets_in_the_workload_what_the_bridge_reads_from_the_configuration(knob: Any) -> None:
+@pytest.mark.parametrize(("knob", "runtime"), ROWS)
+def test_a_choice_sets_in_the_workload_what_the_bridge_reads_from_the_configuration(knob: Any, runtime: str) -> None:
     """The annealer's view of a candidate, and the one of the configuration it becomes, are the same."""
-    start = concrete(Config.preset("gymnax:CartPole-v1").replace({"replay.capacity": 10**8}), "cpu")
+    start = start_of(runtime)
     base = describe(start)
     for choice in knob.choices[:4]:
         changes = {knob.path: choice}
         if knob.path == "search.split":
             changes["runtime.num_envs"] = 64
         described = describe(start.replace(changes))
+        if knob.path == "search.split":
+            described = dataclasses.replace(described, num_envs=base.num_envs)
         assert dataclasses.replace(base, **knob.fields(choice)) == described
+
+
+def test_knobs_are_those_of_the_runtime() -> None:
+    by_runtime = {runtime: {k.path: k for k in knobs_up_to("neutral", runtime)} for runtime in RUNTIMES}
+    names = ("selfplay_workers", "cpu_actors", "search_queue_size", "batch_queue_size", "step_in")
+    of_threads = {f"runtime.{name}" for name in names}
+    assert of_threads.isdisjoint(by_runtime["anakin"])
+    assert of_threads <= set(by_runtime["sebulba"])
+    # Only one program takes the number of updates as an argument; between threads it is how often parameters are published.
+    loops = {runtime: knobs["runtime.loop_count"] for runtime, knobs in by_runtime.items()}
+    assert (loops["anakin"].cost, loops["anakin"].effect) == ("live", "exact")
+    assert (loops["sebulba"].cost, loops["sebulba"].effect) == ("rebuild", "neutral")
+    exact = {knob.path for knob in knobs_up_to("exact", "sebulba")}
+    assert exact == {"runtime.step_in", "replay.placement", "allocation.cores"}
+
+
+def test_threads_are_no_staler_than_the_target_network_or_the_start() -> None:
+    space = space_of(Config.preset("gymnasium:CartPole-v1"))
+    assert space.max_staleness == 22  # 2 x 8 updates, two queues of 2, an actor, a searching device; the period is 20
+    values = {**space.decode(space.start), "runtime.batch_queue_size": 64}
+    points = jnp.asarray([space.start, space.encode(values)])
+    batch = workloads(space.base, space.tables(), points)
+    assert list(np.asarray(feasible(batch, jnp.float32(10**9), jnp.float32(space.max_staleness)))) == [True, False]
+    longer = space_of(Config.preset("gymnasium:CartPole-v1").replace("train.target_period", 500))
+    assert longer.max_staleness == 500
+
+
+@pytest.mark.parametrize("env", ["gymnasium:CartPole-v1", "gymnax:CartPole-v1"])
+def test_the_bridge_counts_what_the_runtime_lets_get_old(env: str) -> None:
+    """The predictor's formula is the pipeline's, which it must not import."""
+    config = concrete(Config.preset(env).replace({"runtime.kind": "sebulba", "runtime.cpu_actors": 5}), "cpu")
+    assert float(staleness(describe(config))) == make_window(config)
+
+
+def test_a_step_on_the_host_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MUZEROX_HOME", str(tmp_path))
+    bridge.host_step_seconds.cache_clear()
+    found = bridge.host_step_seconds("gymnasium:CartPole-v1")
+    assert 1e-7 < found < 1e-2
+    monkeypatch.setattr(bridge, "_time_steps", lambda _: pytest.fail("measured again"))
+    bridge.host_step_seconds.cache_clear()
+    assert bridge.host_step_seconds("gymnasium:CartPole-v1") == found
+    assert bridge.host_step_seconds("gymnax:CartPole-v1") == 0.0  # a program of the device
+    (kept,) = (tmp_path / "environments").iterdir()
+    kept.write_text("{")
+    monkeypatch.setattr(bridge, "_time_steps", lambda _: 2e-5)
+    bridge.host_step_seconds.cache_clear()
+    assert bridge.host_step_seconds("gymnasium:CartPole-v1") == 2e-5
+    bridge.host_step_seconds.cache_clear()
 
 
 def test_decoding_and_encoding_are_inverse() -> None:
@@ -72,14 +139,15 @@ def test_learning_knobs_stay_fixed_unless_asked_for() -> None:
     assert "runtime.num_envs" not in by_effect["exact"]
 
 
-def test_batches_of_points_are_workloads_of_their_configurations() -> None:
-    start = concrete(Config.preset("gymnax:CartPole-v1"), "cpu")
+@pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "gymnasium:CartPole-v1"])
+def test_batches_of_points_are_workloads_of_their_configurations(env: str) -> None:
+    start = concrete(Config.preset(env).replace("train.target_period", 200), "cpu")
     space = space_of(start)
     rng = np.random.default_rng(1)
     points = rng.integers(0, space.sizes, (64, len(space.sizes))).astype(np.int32)
     batch = workloads(space.base, space.tables(), jnp.asarray(points))
-    allowed = feasible(batch, jnp.float32(space.max_num_envs))
-    assert 5 < int(allowed.sum()) < 64
+    allowed = feasible(batch, jnp.float32(space.max_num_envs), jnp.float32(space.max_staleness))
+    assert 3 < int(allowed.sum()) < 64
     for index, point in enumerate(points):
         try:
             described = describe(start.replace(space.decode(tuple(point))))
@@ -88,4 +156,5 @@ def test_batches_of_points_are_workloads_of_their_configurations() -> None:
             continue
         for field in dataclasses.fields(Workload):
             assert float(getattr(batch, field.name)[index]) == pytest.approx(getattr(described, field.name)), field.name
-        assert bool(allowed[index]) == (described.num_envs <= space.max_num_envs)
+        bounded = described.num_envs * described.selfplay_workers <= space.max_num_envs
+        assert bool(allowed[index]) == (bounded and float(staleness(described)) <= space.max_staleness)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,19 @@ def test_killed_ten_times_a_tuning_loses_and_repeats_no_trial(tmp_path: Path) ->
     assert (tmp_path / "t" / "tuned.toml").exists()
 
 
+@pytest.fixture
+def _heeded_ctrl_c() -> Iterator[None]:
+    """Processes started meanwhile heed SIGINT, also where these tests run in the background and were told to ignore it.
+
+    An ignored signal stays ignored in children, a handled one falls back to its default.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_heeded_ctrl_c")
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "muzerox", "tune", *OPTIONS, "--budget", "10m", "--out", "t"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,123 @@
+"""The other end of :mod:`muzerox.envs.process`: what runs in a simulator's own process.
+
+It imports no JAX unless the simulator is written in it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import math
+import mmap
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from muzerox.errors import EnvironmentUnavailable
+
+RESET, STEP, DONE = b"r", b"s", b"d"
+FIELDS = ("observation", "reward", "terminated", "truncated", "final_observation", "legal", "player")
+_ALIGN = 64  # bytes: a cache line
+
+
+class Field(NamedTuple):
+    """Where an array lies in the shared memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int  # bytes
+
+    @property
+    def end(self) -> int:
+        """Bytes to its end, aligned."""
+        size = math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return self.offset + -(-size // _ALIGN) * _ALIGN
+
+
+def map_fields(memory: int, fields: list[Field]) -> dict[str, np.ndarray]:
+    """Arrays over the shared memory with this file descriptor, by name."""
+    mapped = mmap.mmap(memory, fields[-1].end)
+    return {f.name: np.frombuffer(mapped, f.dtype, math.prod(f.shape), f.offset).reshape(f.shape) for f in fields}
+
+
+def _lay_out(shown: Any, num_actions: int) -> list[Field]:
+    arrays = {name: getattr(shown, name) for name in FIELDS if hasattr(shown, name)}
+    for name, shape, dtype in (("action", (), "int32"), ("legal", (num_actions,), "bool"), ("player", (), "int32")):
+        arrays.setdefault(name, np.zeros((len(shown.reward), *shape), dtype))
+    fields: list[Field] = []
+    for name, array in arrays.items():
+        fields.append(Field(name, array.shape, str(array.dtype), fields[-1].end if fields else 0))
+    return fields
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, EnvironmentUnavailable):
+        return {"unavailable": (error.path, error.value, error.rule, error.nearest)}
+    return {"error": "".join(traceback.format_exception_only(error)).strip(), "traceback": traceback.format_exc()}
+
+
+def _die_with_parent(lifeline: int) -> None:
+    """Lets the kernel end this process when the last writer of the pipe is gone, whatever it is doing then.
+
+    Nobody ever writes. A parent that is killed closes the pipe, and the signal of that event ends a process which does not
+    handle it, even one stuck in foreign code that holds the interpreter's lock.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _serve(connection: Connection, memory: int) -> None:
+    from muzerox.envs.registry import make_simulators
+
+    batch = make_simulators(**pickle.loads(connection.recv_bytes()))
+    connection.send_bytes(DONE)
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        while True:
+            request = connection.recv_bytes()
+            shown = batch.reset() if request == RESET else batch.step(arrays["action"].copy())
+            reply = DONE
+            if not arrays:
+                fields = _lay_out(shown, getattr(batch, "num_actions", 0))
+                os.ftruncate(memory, fields[-1].end)
+                arrays = map_fields(memory, fields)
+                arrays["legal"][...] = True  # for simulators without a mask; memory is zeros, as their player
+                reply = pickle.dumps(fields)
+            ended = shown.terminated | shown.truncated
+            for name, array in arrays.items():
+                if name == "final_observation":  # elsewhere it is the observation, which the parent has
+                    array[ended] = shown.final_observation[ended]
+                elif hasattr(shown, name):
+                    array[...] = getattr(shown, name)
+            connection.send_bytes(reply)
+    finally:
+        batch.close()
+
+
+def main(control: int, memory: int, lifeline: int) -> None:
+    """Serves simulators until the parent closes its end. The arguments are file descriptors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the terminal is the parent's to handle
+    faulthandler.enable()
+    for descriptor in (control, memory, lifeline):
+        os.set_inheritable(descriptor, False)
+    _die_with_parent(lifeline)
+    connection = Connection(control)
+    code = 0
+    try:
+        _serve(connection, memory)
+    except (EOFError, ConnectionError):
+        pass  # the parent closed its end
+    except Exception as error:
+        code = 1
+        connection.send_bytes(pickle.dumps(_failure(error)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # whatever threads the simulator left behind

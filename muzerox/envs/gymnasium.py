@@ -1,0 +1,187 @@
+"""Environments of gymnasium (Towers et al., arXiv:2407.17032), and simulators of your own that register with it.
+
+``gymnasium:CartPole-v1`` is one of gymnasium's; ``gymnasium:my_package.my_module:MyEnv-v0`` imports the module first, which
+registers ``MyEnv-v0``, by gymnasium's own convention. Actions are discrete. Observations are arrays: floats are stored as
+float32, bytes and booleans as they are, a category as one-hot.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec as GymnasiumSpec
+from gymnasium.spaces import Box, Discrete, MultiBinary
+
+from muzerox.envs.simulators import Frames, Option, Simulators
+from muzerox.errors import EnvironmentUnavailable
+
+if TYPE_CHECKING:
+    from muzerox.types import HostEnvironment
+
+OPTIONS = {
+    "max_episode_steps": Option(kind=int, default=None, low=1, doc="steps after which an episode is cut"),
+}
+
+_CONTINUOUS = "its actions are continuous"
+_IN_JAX = "it steps through JAX one instance at a time; gymnax serves such games on the device"
+_OTHER = {
+    "CarRacing-v3": _CONTINUOUS,
+    "BipedalWalker-v3": _CONTINUOUS,
+    "BipedalWalkerHardcore-v3": _CONTINUOUS,
+    "LunarLanderContinuous-v3": _CONTINUOUS,
+    "MountainCarContinuous-v0": _CONTINUOUS,
+    "Pendulum-v1": _CONTINUOUS,
+    "Blackjack-v1": "its observations are tuples",
+    "GymV21Environment-v0": "it wraps environments of the package gym, which is no longer maintained",
+    "GymV26Environment-v0": "it wraps environments of the package gym, which is no longer maintained",
+}
+
+
+def _newest() -> dict[str, GymnasiumSpec]:
+    """gymnasium's own environments, the newest version of each; other packages' come and go with their import."""
+    newest: dict[tuple[str | None, str], GymnasiumSpec] = {}
+    for spec in list(gymnasium.registry.values()):  # a copy: another thread may import a module that registers
+        module = spec.entry_point if isinstance(spec.entry_point, str) else getattr(spec.entry_point, "__module__", "")
+        if module.startswith("gymnasium.envs."):
+            kept = newest.setdefault((spec.namespace, spec.name), spec)
+            if (spec.version or 0) > (kept.version or 0):
+                newest[spec.namespace, spec.name] = spec
+    return {spec.id: spec for spec in newest.values()}
+
+
+def _why_not(spec: GymnasiumSpec) -> str | None:
+    if spec.namespace in ("phys2d", "tabular"):
+        return _IN_JAX
+    if str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
+        return _CONTINUOUS
+    return _OTHER.get(spec.id)
+
+
+UNAVAILABLE = {env_id: why for env_id, spec in _newest().items() if (why := _why_not(spec))}
+
+
+def names() -> list[str]:
+    """gymnasium's own environments, the newest version of each; whatever else is registered is served too."""
+    return [name for name in _newest() if name not in UNAVAILABLE]
+
+
+def serves(name: str) -> bool:
+    """Whether gymnasium's registry has ``name``, after the import of its module if it names one.
+
+    Raises:
+      EnvironmentUnavailable: the module cannot be imported.
+    """
+    module, colon, env = name.rpartition(":")
+    if colon:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise EnvironmentUnavailable("env", f"gymnasium:{name}", f"cannot import the module {module}: {error}") from None
+        if env not in gymnasium.registry:
+            rule = f"the module {module} registers no {env} with gymnasium"
+            raise EnvironmentUnavailable("env", f"gymnasium:{name}", rule)
+    return env in gymnasium.registry
+
+
+class _Codec(NamedTuple):
+    """How a space's observations are stored."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    encode: Callable[[Any], np.ndarray]  # [E, ...] of the space -> a new array [E, *shape]
+
+
+def _codec(space: gymnasium.Space) -> _Codec:
+    if isinstance(space, Discrete):
+        categories = int(space.start) + np.arange(int(space.n))
+        return _Codec((int(space.n),), "bool", lambda x: np.asarray(x)[:, None] == categories)
+    if isinstance(space, Box | MultiBinary):
+        kept = {"uint8": "uint8", "bool": "bool"} if isinstance(space, Box) else {"int8": "bool"}
+        dtype = kept.get(str(space.dtype), "float32")
+        return _Codec(tuple(space.shape), dtype, lambda x: np.array(x, dtype))
+    raise TypeError(f"its observations are {type(space).__name__}, and must be Box, Discrete or MultiBinary")
+
+
+def _make_vector(name: str, num_envs: int, **options: Any) -> Any:
+    """E instances, checked to be what an agent here can play."""
+    try:
+        env = gymnasium.make_vec(
+            name,
+            num_envs=num_envs,
+            vectorization_mode="sync",
+            vector_kwargs={"copy": False, "autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP},
+            disable_env_checker=True,
+            **options,
+        )
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        needs_box2d = "gymnasium.envs.box2d" in str(gymnasium.registry[name.rpartition(":")[2]].entry_point)
+        extra = 'pip install "muzerox[box2d]"' if needs_box2d else None
+        rule = f"needs a package that cannot be imported: {extra or error}"
+        raise EnvironmentUnavailable("env", f"gymnasium:{name}", rule) from error
+    except gymnasium.error.Error as error:
+        raise EnvironmentUnavailable("env", f"gymnasium:{name}", f"gymnasium cannot make it: {error}") from error
+    wrong = None
+    if not isinstance(env.single_action_space, Discrete):
+        wrong = f"its actions are {type(env.single_action_space).__name__}, and must be Discrete"
+    try:
+        _codec(env.single_observation_space)
+    except TypeError as error:
+        wrong = wrong or str(error)
+    if wrong:
+        env.close()
+        raise EnvironmentUnavailable("env", f"gymnasium:{name}", f"cannot be served: {wrong}")
+    return env
+
+
+def simulators(name: str, num_envs: int, seed: int, **options: Any) -> Simulators:
+    """E instances of ``name``, stepped one after the other in the calling thread; see :func:`make`."""
+    env = _make_vector(name, num_envs, **options)
+    encode = _codec(env.single_observation_space).encode
+    first_action = int(env.single_action_space.start)
+    seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs)]
+    none = np.zeros(num_envs, np.bool_)
+
+    def reset() -> Frames:
+        observation, _ = env.reset(seed=seeds[:] or None)  # the first reset seeds; a later one goes on from there
+        seeds.clear()
+        observation = encode(observation)
+        return Frames(observation, np.zeros(num_envs, np.float32), none.copy(), none.copy(), observation.copy())
+
+    def step(action: np.ndarray) -> Frames:
+        observation, reward, terminated, truncated, info = env.step(np.asarray(action, np.int64) + first_action)
+        observation = encode(observation)
+        final = observation.copy()
+        ended = np.flatnonzero(terminated | truncated)
+        if ended.size:
+            final[ended] = encode(np.stack([info["final_obs"][i] for i in ended]))
+        return Frames(observation, reward.astype(np.float32), terminated, truncated & ~terminated, final)
+
+    return Simulators(int(env.single_action_space.n), reset, step, env.close)
+
+
+def make(name: str, **options: Any) -> HostEnvironment:
+    """The registered environment ``name``; options as in ``OPTIONS``.
+
+    Terminated and truncated stay apart; a step that does both counts as terminated.
+
+    Raises:
+      EnvironmentUnavailable: its actions are not discrete, its observations no array, or a package it needs is missing.
+    """
+    from muzerox.envs.host import host_environment
+    from muzerox.types import EnvSpec
+
+    env = _make_vector(name, 1, **options)
+    codec = _codec(env.single_observation_space)
+    spec = EnvSpec(
+        id=f"gymnasium:{name}",
+        observation_shape=codec.shape,
+        observation_dtype=codec.dtype,
+        num_actions=int(env.single_action_space.n),
+        can_truncate=True,
+    )
+    env.close()
+    return host_environment(spec, lambda num_envs, seed: simulators(name, num_envs, seed, **options))

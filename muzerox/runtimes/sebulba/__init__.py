@@ -1,0 +1,140 @@
+"""Sebulba: host threads that step environments, search and learn meet at queues (Hessel et al., arXiv:2104.06272).
+
+The pipeline is EfficientZero's (Ye et al., arXiv:2111.00210): self-play writes the replay; cpu actors draw contexts from it;
+search workers make targets and reanalyze with the target parameters; the learner takes finished batches, so many
+(``runtime.loop_count``) a dispatch, writes priorities back and publishes. Queues block; a rate limiter keeps the replay ratio.
+
+    self-play workers -> replay -> cpu actors -> search queue -> search workers -> batch queue -> learner
+            ^                                                            ^                            |
+            +-------------------------- parameters ---------------------+----------------------------+
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from muzerox.allocation import available_memory
+from muzerox.config import Config
+from muzerox.envs.host import in_process, on_host
+from muzerox.errors import ConfigError
+from muzerox.learner import LearnerState, init_learner
+from muzerox.runtimes import placement
+from muzerox.runtimes.sebulba import ring
+from muzerox.runtimes.sebulba.pipeline import Pipeline, make_pace
+from muzerox.runtimes.sebulba.programs import make_programs
+from muzerox.runtimes.sebulba.ring import RingState
+from muzerox.types import Algorithm, Environment, HostEnvironment, Report, Runtime
+
+
+class RunState(struct.PyTreeNode):
+    """Everything training is made of, as far as it outlives threads; saved and restored whole.
+
+    Environments cannot be saved: their unfinished episodes are cut when a run is resumed.
+    """
+
+    key: jax.Array  # [] typed key, never consumed
+    learner: LearnerState
+    replay: RingState | None  # None while threads are at work on it
+    steps: jax.Array  # [] int32, environment steps made
+
+    @property
+    def env_steps(self) -> int:
+        """Environment steps made."""
+        return int(self.steps)
+
+
+def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorithm) -> Runtime:
+    """The Sebulba runtime. Raises ConfigError when the machine lacks its devices or memory."""
+    host = on_host(env) if isinstance(env, Environment) else env
+    if config.runtime.step_in == "process":
+        host = HostEnvironment(host.spec, lambda n, seed: in_process(config.env, n, seed, config.runtime.step_timeout))
+    spec = dataclasses.replace(host.spec, can_truncate=True)  # a failure may cut any episode
+    acting, searching, learning = placement.assign(config.runtime)
+    mesh = Mesh(learning, (placement.AXIS,))
+    everywhere, shards = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(placement.AXIS))
+    programs = make_programs(config, spec, algorithm, mesh)
+    storage = searching[0] if config.replay.placement == "device" else jax.devices("cpu")[0]
+    _check_memory(config, jax.eval_shape(lambda: ring.init(config, spec)), storage)
+    pace = make_pace(config)
+    running: list[Pipeline] = []
+
+    def init(key: jax.Array) -> RunState:
+        key_params, key_run = jax.random.split(key)
+        return RunState(
+            key=key_run,
+            learner=init_learner(key_params, config, algorithm),
+            replay=ring.init(config, spec),
+            steps=jnp.int32(0),
+        )
+
+    def adopt(state: RunState) -> Pipeline:
+        """Threads at work on a state that has just been made or restored."""
+        close()
+        assert state.replay is not None
+        pipeline = Pipeline(
+            config,
+            spec,
+            host,
+            programs,
+            key=state.key,
+            learner=jax.device_put(state.learner, everywhere),
+            ring=state.replay,
+            acting=acting,
+            searching=searching,
+            storage=storage,
+            batch_sharding=shards,
+        )
+        running.append(pipeline)
+        atexit.register(pipeline.close)  # threads inside compiled programs must not outlive the interpreter
+        return pipeline
+
+    def run(state: RunState, n: int, loop_count: int = config.runtime.loop_count) -> tuple[RunState, Report]:
+        pipeline = adopt(state) if state.replay is not None else running[0]
+        report = pipeline.learn(n * loop_count)
+        state = state.replace(learner=pipeline.learner, replay=None, steps=jnp.int32(report.env_steps))
+        return state, report
+
+    def prefill(state: RunState) -> RunState:
+        assert state.replay is not None
+        rows = math.ceil(pace.first / (config.runtime.num_envs * config.selfplay_workers))
+        uniform = state.replay.storage.policy + 1.0 / spec.num_actions
+        storage = state.replay.storage.replace(policy=uniform)
+        priority = state.replay.priority.at[:rows].set(1.0)
+        count = jnp.full_like(state.replay.count, rows)
+        replay = state.replay.replace(storage=storage, priority=priority, count=count)
+        return state.replace(replay=replay, steps=jnp.int32(rows * priority.shape[1]))
+
+    def snapshot(state: RunState) -> RunState:
+        if state.replay is not None:
+            return state
+        replay = running[0].ring.snapshot()
+        return state.replace(replay=replay, steps=jnp.int32(int(replay.count.sum()) * config.runtime.num_envs))
+
+    def interrupt() -> None:
+        for pipeline in running:
+            pipeline.interrupt()
+
+    def close() -> None:
+        while running:
+            pipeline = running.pop()
+            atexit.unregister(pipeline.close)
+            pipeline.close()
+
+    return Runtime(init, run, pace.updates_at, prefill, snapshot, interrupt, close)
+
+
+def _check_memory(config: Config, state: Any, storage: jax.Device) -> None:
+    """Raises ConfigError when the replay alone is more than the device that it lies on holds."""
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    limit = available_memory() if storage.platform == "cpu" else (storage.memory_stats() or {}).get("bytes_limit")
+    if limit is not None and needed > limit:
+        rule = f"takes {needed / 2**30:,.1f} GiB, and there are {limit / 2**30:,.1f}"
+        raise ConfigError("replay.capacity", config.replay.capacity, rule, int(config.replay.capacity * limit / needed) // 2)

@@ -1,0 +1,84 @@
+"""The compiled programs of the pipeline: choose actions, gather sequences, make targets, learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from muzerox.config import Config
+from muzerox.learner import LearnerState, make_apply, read_batch, reanalyze
+from muzerox.replay import Sample
+from muzerox.runtimes.placement import AXIS
+from muzerox.selfplay import Choice, make_choose
+from muzerox.types import Algorithm, Batch, EnvSpec, Metrics, Params, Targets, Transition
+
+
+class Learned(NamedTuple):
+    """What a dispatch of up to N updates leaves behind."""
+
+    params: Params  # copies that no later dispatch takes back
+    target_params: Params
+    priority: jax.Array  # [N, B] float32, NaN where an update was left out
+    sums: Metrics  # over updates that were finite
+    skipped: jax.Array  # [] float32
+
+
+class Programs(NamedTuple):
+    """Jitted; each runs where its arguments lie."""
+
+    choose: Callable[..., Choice]  # (key, number, params, observation [E, ...], legal) -> Choice
+    gather: Callable[..., tuple[Batch, Any]]  # (storage, Sample) -> batch, what is to be searched again
+    target: Callable[..., tuple[Batch, Targets]]  # (key, number, target params, batch, reread)
+    learn: Callable[..., tuple[LearnerState, Learned]]  # (learner, N times (batch, targets), count); learner is donated
+
+
+def make_programs(config: Config, spec: EnvSpec, algorithm: Algorithm, learners: Mesh) -> Programs:
+    """The programs of a configuration; ``learners`` is the mesh that batches are split over."""
+    choose_action = make_choose(algorithm, random_action=config.train.random_action)
+    apply = make_apply(config, algorithm)
+
+    def choose(key: jax.Array, number: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None) -> Choice:
+        return choose_action(jax.random.fold_in(key, number), params, observation, legal)
+
+    def gather(storage: Transition, sample: Sample) -> tuple[Batch, Any]:
+        return read_batch(config, spec, storage, sample)
+
+    def target(key: jax.Array, number: jax.Array, params: Params, batch: Batch, reread: Any) -> tuple[Batch, Targets]:
+        batch = reanalyze(jax.random.fold_in(key, number), algorithm, params, batch, reread)
+        targets = algorithm.targets(params, batch)
+        # The learner needs neither: most of a batch's bytes stay where it was made.
+        return batch.replace(bootstrap_observation=None, policy=None), targets
+
+    def learn(learner: LearnerState, ready: tuple, count: jax.Array) -> tuple[LearnerState, Learned]:
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *ready)
+        updates, size = len(ready), config.train.batch_size
+
+        def update(i: jax.Array, carry: tuple) -> tuple:
+            learner, priority, sums, skipped = carry
+            learner, applied = apply(learner, *jax.tree.map(lambda x: x[i], stacked))
+            skip = applied.metrics.pop("skipped")
+            sums = jax.tree.map(lambda total, x: total + jnp.where(skip > 0, 0.0, x), sums, applied.metrics)
+            priority = priority.at[i].set(jnp.where(applied.finite, applied.priority, jnp.nan))
+            return learner, priority, sums, skipped + skip
+
+        shapes = jax.eval_shape(apply, learner, *ready[0])[1].metrics
+        zeros = {name: jnp.float32(0.0) for name in shapes if name != "skipped"}
+        start = (learner, jnp.full((updates, size), jnp.nan, jnp.float32), zeros, jnp.float32(0.0))
+        learner, priority, sums, skipped = jax.lax.fori_loop(0, count, update, start)
+        params, target_params = jax.tree.map(jnp.copy, (learner.params, learner.target_params))
+        return learner, Learned(params, target_params, priority, sums, skipped)
+
+    everywhere = NamedSharding(learners, PartitionSpec())
+    shards = NamedSharding(learners, PartitionSpec(AXIS))
+    return Programs(
+        choose=jax.jit(choose),
+        gather=jax.jit(gather),
+        target=jax.jit(target),
+        learn=jax.jit(
+            learn, donate_argnums=0, in_shardings=(everywhere, shards, everywhere), out_shardings=(everywhere, everywhere)
+        ),
+    )

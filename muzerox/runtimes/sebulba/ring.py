@@ -1,0 +1,227 @@
+"""The replay that self-play workers write and cpu actors sample, at the same time.
+
+Rows lie in one ring on one device, as under Anakin, but every worker has columns and a cursor of its own, so that nobody waits
+for anybody's environments. Priorities lie on the host, where contexts are drawn: a context holds indices, never observations.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from muzerox.config import Config
+from muzerox.replay import SMALLEST_PRIORITY, Sample
+from muzerox.runtimes.sebulba.queues import Replaced
+from muzerox.types import EnvSpec, Transition
+
+
+class RingState(struct.PyTreeNode):
+    """What is saved of a ring. W workers, E environments each."""
+
+    storage: Transition  # leaves [C, W E, ...]
+    priority: jax.Array  # [C, W E] float32, already raised to the priority exponent
+    max_priority: jax.Array  # [] float32, the largest priority ever given, raised
+    count: jax.Array  # [W] int32, rows that each worker has ever written
+
+
+class Start(NamedTuple):
+    """Starts of sequences, by rows that are never used again. NumPy."""
+
+    row: np.ndarray  # [B] int64, counted from the worker's first row ever
+    column: np.ndarray  # [B] int32
+    importance: np.ndarray  # [B] float32, largest 1
+
+
+def init(config: Config, spec: EnvSpec) -> RingState:
+    """An empty ring. Every row stores the observation it led to: any episode may be cut short by a failure."""
+    columns = config.runtime.num_envs * config.selfplay_workers
+    rows = config.replay.capacity // columns
+
+    def leaf(dtype: Any, *shape: int) -> jax.Array:
+        return jnp.zeros((rows, columns, *shape), dtype)
+
+    observation = leaf(spec.observation_dtype, *spec.observation_shape)
+    storage = Transition(
+        observation=observation,
+        action=leaf(jnp.int32),
+        reward=leaf(jnp.float32),
+        terminated=leaf(jnp.bool_),
+        truncated=leaf(jnp.bool_),
+        policy=leaf(jnp.float32, spec.num_actions),
+        legal=leaf(jnp.bool_, spec.num_actions) if spec.has_legal else None,
+        final_observation=jnp.zeros_like(observation),
+        random=leaf(jnp.bool_) if config.train.random_action else None,
+    )
+    return RingState(
+        storage=storage,
+        priority=jnp.zeros((rows, columns), jnp.float32),
+        max_priority=jnp.float32(1.0),
+        count=jnp.zeros(config.selfplay_workers, jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(storage: Transition, row: Transition, cursor: jax.Array, column: jax.Array) -> Transition:
+    """The ring with ``row`` (leaves [E, ...]) at a row and from a column on."""
+
+    def write(ring: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(ring, new[None].astype(ring.dtype), (cursor, column) + (0,) * (ring.ndim - 2))
+
+    return jax.tree.map(write, storage, row)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _cut(truncated: jax.Array, terminated: jax.Array, cursor: jax.Array, columns: jax.Array) -> jax.Array:
+    """``truncated`` with the episodes of ``columns`` [E] that go on at a row cut there."""
+    return truncated.at[cursor, columns].set(~terminated[cursor, columns])
+
+
+class SharedRing:
+    """A ring in use by several threads.
+
+    Args:
+      device: where rows lie.
+    """
+
+    def __init__(self, config: Config, state: RingState, device: jax.Device):
+        self._config, self._device = config, device
+        # Two locks, held briefly, the first before the second: of rows on the device (and who may write them), and of priorities
+        # and counts on the host. Draws take neither: at worst they see a priority that has just changed.
+        self._rows_lock, self._host_lock = threading.Lock(), threading.Lock()
+        self._storage: Transition = jax.device_put(state.storage, device)
+        self._priority = np.array(state.priority)
+        self._max_priority = float(state.max_priority)
+        self._count = np.array(state.count, np.int64)
+        self._generation = [0] * len(self._count)
+        self._rows, self._num_envs = len(self._priority), config.runtime.num_envs
+        self._row_priority = self._priority.reshape(self._rows, len(self._count), -1).sum(-1)  # [C, W]
+        self.row_bytes = sum(x.nbytes // self._rows for x in jax.tree.leaves(self._storage)) // len(self._count)
+
+    @property
+    def count(self) -> np.ndarray:
+        """[W] int64, rows that each worker has ever written."""
+        return self._count.copy()
+
+    def begin(self, worker: int) -> int:
+        """A worker starts over with fresh environments; returns what its rows must be signed with.
+
+        Episodes that its predecessor left unfinished are cut: their values bootstrap, and no sequence runs on into the next.
+        """
+        with self._rows_lock:
+            self._generation[worker] += 1
+            if self._count[worker]:
+                cursor = np.int32((self._count[worker] - 1) % self._rows)
+                columns = np.arange(self._num_envs, dtype=np.int32) + np.int32(worker * self._num_envs)
+                truncated = _cut(self._storage.truncated, self._storage.terminated, cursor, columns)
+                self._storage = self._storage.replace(truncated=truncated)
+            return self._generation[worker]
+
+    def write(self, worker: int, generation: int, row: Transition, commit: Callable[[], None]) -> None:
+        """Adds ``row`` (leaves [E, ...]) at the largest priority ever given. Raises Replaced.
+
+        ``commit`` is called once the row counts, before anyone else can write.
+        """
+        column = worker * self._num_envs
+        with self._rows_lock:
+            if generation != self._generation[worker]:
+                raise Replaced
+            cursor = int(self._count[worker] % self._rows)
+            self._storage = _write(self._storage, row, np.int32(cursor), np.int32(column))
+            with self._host_lock:
+                self._priority[cursor, column : column + self._num_envs] = self._max_priority
+                self._row_priority[cursor, worker] = self._max_priority * self._num_envs
+                self._count[worker] += 1
+            commit()
+
+    def nowhere(self, batch_size: int) -> Start:
+        """Starts that can be read, whatever has been written."""
+        return Start(np.zeros(batch_size, np.int64), np.zeros(batch_size, np.int32), np.ones(batch_size, np.float32))
+
+    def sample(self, rng: np.random.Generator, batch_size: int) -> Start:
+        """Starts of sequences that exist, drawn as :func:`muzerox.replay.sample` draws them.
+
+        Some worker must have written ``Config.sequence_length`` rows.
+        """
+        config, num_envs = self._config.replay, self._num_envs
+        row_of, mass = self._eligible()
+        if config.kind == "uniform":
+            mass = (mass > 0).astype(np.float64) * num_envs
+        cumulative = np.cumsum(mass.reshape(-1))
+        total = cumulative[-1]
+        point = (np.arange(batch_size) + rng.random(batch_size)) / batch_size * total
+        slot = np.minimum(np.searchsorted(cumulative, point, side="right"), np.flatnonzero(mass)[-1])
+        ring_row, worker = np.divmod(slot, mass.shape[1])
+        if config.kind == "uniform":
+            env = rng.integers(0, num_envs, batch_size)
+            importance = np.ones(batch_size, np.float32)
+            return Start(row_of[ring_row, worker], (worker * num_envs + env).astype(np.int32), importance)
+        columns = worker[:, None] * num_envs + np.arange(num_envs)
+        priority = self._priority[ring_row[:, None], columns]  # [B, E]
+        inner = np.cumsum(priority, axis=1, dtype=np.float64)
+        rest = point - (cumulative[slot] - mass.reshape(-1)[slot])
+        env = np.minimum((inner <= rest[:, None]).sum(1), num_envs - 1)
+        probability = priority[np.arange(batch_size), env] / total
+        weight = (probability * (np.count_nonzero(mass) * num_envs)) ** -config.importance_exponent
+        importance = (weight / weight.max()).astype(np.float32)
+        return Start(row_of[ring_row, worker], (worker * num_envs + env).astype(np.int32), importance)
+
+    def _eligible(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each slot's row counted from the worker's first, int64 [C, W], and its priority where a sequence can start there."""
+        count = self._count.copy()[None, :]
+        last = count - 1
+        row = last - (last - np.arange(self._rows)[:, None]) % self._rows  # the newest that lies in the slot; negative: none yet
+        can_start = (row >= 0) & (row <= count - self._config.sequence_length)
+        return row, np.where(can_start, self._row_priority, 0.0).astype(np.float64)
+
+    def read(self, start: Start, gather: Callable[[Transition, Sample], Any]) -> tuple[Start, Any, int]:
+        """``gather(storage, sample)`` of the sequences at ``start``.
+
+        Returns:
+          The starts really read, what was gathered, and how many had been overwritten since they were drawn: those are moved to
+          the oldest sequence their environment still has.
+        """
+        worker = start.column // self._num_envs
+        with self._rows_lock:
+            oldest = np.maximum(self._count[worker] - self._rows, 0)
+            late = int((start.row < oldest).sum())
+            start = start._replace(row=np.maximum(start.row, oldest))
+            row: Any = (start.row % self._rows).astype(np.int32)  # NumPy: the program takes it as it is
+            column: Any = start.column
+            importance: Any = start.importance
+            return start, gather(self._storage, Sample(row, column, importance)), late
+
+    def update_priority(self, start: Start, error: np.ndarray) -> None:
+        """Sets priorities from ``error`` [B] float32, absolute value errors; of rows overwritten since, nothing is set."""
+        if self._config.replay.kind == "uniform":
+            return
+        raised = ((np.abs(error) + SMALLEST_PRIORITY) ** self._config.replay.priority_exponent).astype(np.float32)
+        # Of a start drawn twice the larger is written last, and stays.
+        order = np.argsort(raised, kind="stable")
+        row, column, raised = start.row[order], start.column[order], raised[order]
+        worker = column // self._num_envs
+        with self._host_lock:
+            there = row >= self._count[worker] - self._rows
+            slot, column, worker, raised = row[there] % self._rows, column[there], worker[there], raised[there]
+            if not len(raised):
+                return
+            self._priority[slot, column] = raised
+            columns = worker[:, None] * self._num_envs + np.arange(self._num_envs)
+            self._row_priority[slot, worker] = self._priority[slot[:, None], columns].sum(1)
+            self._max_priority = max(self._max_priority, float(raised[-1]))
+
+    def snapshot(self) -> RingState:
+        """A copy on the host."""
+        with self._rows_lock, self._host_lock:
+            return RingState(
+                storage=jax.tree.map(np.array, self._storage),
+                priority=self._priority.copy(),
+                max_priority=np.float32(self._max_priority),
+                count=self._count.astype(np.int32),
+            )

@@ -1,0 +1,76 @@
+"""Bytes that a training holds: what the ring, the trees, the queues and the copies of parameters take. Elementwise.
+
+Under sebulba every row stores the observation it led to, each worker has trees of its own, batches wait in a queue and in the
+learner's hands, and parameters lie published beside the learner's own.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from predictor.analytic import Value
+from predictor.schema import Workload
+
+_COPIES = 6.0  # of parameters: online, target, two moments, gradient, update
+_DISPATCHES = 3.0  # worth of batches in the learner's hands: collected, dispatched, and stacked by the program
+
+
+def parameter_count(w: Workload) -> Value:
+    """Parameters of the three networks."""
+    return w.represent_params + w.dynamics_params + w.predict_params
+
+
+def row_bytes(w: Workload) -> Value:
+    """A transition: observations, policy target and scalars."""
+    return w.observation_bytes * (1.0 + w.sebulba) + 4.0 * w.num_actions + 20.0
+
+
+def replay_resident_bytes(w: Workload) -> Value:
+    """The ring: observations, policy targets, scalars and priorities."""
+    return w.capacity * row_bytes(w)
+
+
+def tree_resident_bytes(w: Workload) -> Value:
+    """The trees of the largest batch of roots searched at once: self-play's or reanalysis's; under sebulba both are."""
+    acting = w.selfplay_workers * w.num_envs / w.search_split
+    reanalyzed = w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0)
+    roots = jnp.where(jnp.asarray(w.sebulba) > 0.0, acting + w.searching_devices * reanalyzed, jnp.maximum(acting, reanalyzed))
+    return roots * (w.num_simulations + 1.0) * (w.hidden_size * w.embedding_bits / 8.0 + 24.0 * w.num_actions)
+
+
+def learner_resident_bytes(w: Workload) -> Value:
+    """Activations kept for the gradient of a batch."""
+    layers = w.represent_layers + w.unroll_steps * (w.dynamics_layers + w.predict_layers)
+    return 4.0 * w.batch_size * (layers * w.hidden_size + (2.0 * w.unroll_steps + 1.0) * w.num_bins)
+
+
+def batch_bytes(w: Workload) -> Value:
+    """A batch that the learner can use as it is: first observations, actions, rewards, targets and masks."""
+    positions = w.unroll_steps + 1.0
+    return w.batch_size * (w.observation_bytes + 4.0 + positions * (4.0 * w.num_actions + 22.0) + 16.0 * w.unroll_steps)
+
+
+def queue_resident_bytes(w: Workload) -> Value:
+    """Sebulba: batches that wait, are being made or are in the learner's hands, and contexts, which are indices."""
+    waiting = w.batch_queue_size + w.searching_devices + _DISPATCHES * w.loop_count
+    making = w.searching_devices * w.batch_size * (w.unroll_steps + 1.0) * w.observation_bytes  # bootstrap observations
+    contexts = 16.0 * w.batch_size * (w.search_queue_size + w.cpu_actors)
+    return w.sebulba * (waiting * batch_bytes(w) + making + contexts)
+
+
+def published_bytes(w: Workload) -> Value:
+    """Sebulba: parameters and target parameters, of two dispatches, and a copy on each device that searches."""
+    return w.sebulba * 4.0 * parameter_count(w) * (4.0 + w.acting_devices + w.searching_devices)
+
+
+def saved_bytes(w: Workload) -> Value:
+    """What a checkpoint holds, and its copy in host memory while it is saved: ring, and parameters four times."""
+    return replay_resident_bytes(w) + 4.0 * 4.0 * parameter_count(w)
+
+
+def resident_bytes(workload: Workload) -> jax.Array:
+    """Bytes a training program holds on its devices, [...] float32, without those of the process itself."""
+    w = workload
+    parts = replay_resident_bytes(w) + tree_resident_bytes(w) + learner_resident_bytes(w) + queue_resident_bytes(w)
+    return jnp.asarray(parts + _COPIES * 4.0 * parameter_count(w) + published_bytes(w), jnp.float32)

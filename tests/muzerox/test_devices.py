@@ -1,0 +1,77 @@
+"""Eight devices, in processes of their own: XLA is told how many to pretend when it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SEBULBA = """
+from toys import counting_env
+from muzerox.envs.host import on_host
+
+config = small_config("gymnasium:CartPole-v1", runtime__kind="sebulba", runtime__selfplay_workers=4, replay__capacity=4096,
+    runtime__acting_devices=2, runtime__searching_devices=2, runtime__learning_devices=4, train__reanalyze_fraction=0.5)
+env = on_host(counting_env())
+runtime = make_runtime(config, env, make_algorithm(config, env.spec))
+state, report = runtime.run(runtime.init(jax.random.key(0)), 40)
+devices = sorted(d.id for d in jax.tree.leaves(state.learner.params)[0].sharding.device_set)
+print(json.dumps({"updates": report.updates, "devices": devices, "metrics": report.metrics}))
+runtime.close()
+"""
+
+ANAKIN = """
+from muzerox.envs import make_env
+
+env = make_env("gymnax:CartPole-v1")
+found = []
+for devices in (1, 8):
+    config = small_config(runtime__kind="anakin", runtime__num_devices=devices, runtime__num_envs=16, train__batch_size=32,
+        replay__capacity=1024, runtime__loop_count=1, train__reanalyze_fraction=0.25)
+    runtime = make_runtime(config, env, make_algorithm(config, env.spec))
+    state, rows = runtime.init(jax.random.key(7)), []
+    for _ in range(8):
+        state, report = runtime.run(state, 1)
+        rows.append({"env_steps": report.env_steps, **report.metrics})
+    found.append({"rows": rows, "devices": len(state.replay.priority.sharding.device_set)})
+print(json.dumps(found))
+"""
+
+
+def on_eight_devices(program: str) -> Any:
+    """What ``program`` prints, read as JSON."""
+    head = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import jax
+from toys import small_config
+from muzerox.algorithms import make_algorithm
+from muzerox.compilation import enable_cache
+from muzerox.runtimes import make_runtime
+enable_cache()
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", head + program], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_sebulba_where_two_devices_act_two_search_and_four_learn() -> None:
+    found = on_eight_devices(SEBULBA)
+    assert found["updates"] == 80
+    assert found["devices"] == [4, 5, 6, 7]
+    assert found["metrics"]["loss"] > 0
+
+
+def test_anakin_on_eight_devices_learns_what_it_learns_on_one() -> None:
+    one, eight = on_eight_devices(ANAKIN)
+    assert (one["devices"], eight["devices"]) == (1, 8)
+    for a, b in zip(one["rows"], eight["rows"], strict=True):
+        assert a["env_steps"] == b["env_steps"]
+        for name in ("loss", "policy_loss", "value_loss", "reward_loss", "grad_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name

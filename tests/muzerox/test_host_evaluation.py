@@ -1,0 +1,157 @@
+"""Evaluation over environments on the host."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_play import make
+from toys import counting_env
+
+from muzerox.envs import in_process, make_env, on_host
+from muzerox.evaluate import Episodes, make_episodes, make_host_episodes, summarise
+from muzerox.types import Algorithm, Decision, HostBatch, HostEnvironment, Params
+
+LOTTERY = "gymnasium:host_simulators:Lottery-v0"
+
+
+def player(*, at_random: bool = False) -> Algorithm:
+    """Takes the first legal action, or any."""
+
+    def act(key: jax.Array, params: Params, observation: jax.Array, legal: Any, explore: bool) -> Decision:
+        assert not explore
+        count = observation.shape[0]
+        mask = jnp.ones((count, 3), jnp.bool_) if legal is None else legal
+        action = mask.argmax(-1) if not at_random else jax.random.categorical(key, jnp.where(mask, 0.0, -jnp.inf))
+        return Decision(action=action.astype(jnp.int32) + params["offset"], policy=mask * 1.0, value=jnp.zeros(count))
+
+    def unused(*_: Any) -> Any:
+        raise AssertionError
+
+    return Algorithm(init=unused, act=act, value=unused, targets=unused, loss=unused)
+
+
+PARAMS = {"offset": jnp.int32(0)}
+
+
+def watched(env: HostEnvironment, log: list[str]) -> HostEnvironment:
+    """Notes what is made, reset and closed."""
+
+    def build(num_envs: int, seed: int) -> HostBatch:
+        batch = env.make(num_envs, seed)
+        log.append(f"make {num_envs}")
+
+        def reset() -> Any:
+            log.append("reset")
+            return batch.reset()
+
+        def close() -> None:
+            log.append("close")
+            batch.close()
+
+        return HostBatch(reset, batch.step, close)
+
+    return env._replace(make=build)
+
+
+def test_short_episodes_are_not_counted_more_often() -> None:
+    """Half of the episodes take one step and half nine: counting whatever ends first would see mostly the short."""
+    log: list[str] = []
+    play = make_host_episodes(watched(make(LOTTERY), log), player(), 200, num_envs=16)
+    episodes = play(0, PARAMS)
+    assert episodes.returns.shape == (200,)
+    assert set(episodes.lengths.tolist()) == {1, 9}
+    assert abs(episodes.lengths.mean() - 5.0) < 4 * 4 / np.sqrt(200)
+    np.testing.assert_array_equal(episodes.returns, episodes.lengths)  # its first action is worth 1
+    assert episodes.finished.all()
+    assert [x.dtype for x in episodes] == [np.float32, np.int32, np.bool_]
+    assert log == ["make 16", *["reset"] * 13, "close"]
+
+
+def test_the_seed_decides() -> None:
+    play = make_host_episodes(make(LOTTERY), player(at_random=True), 20)
+    one, same, other = play(3, PARAMS), play(jax.random.key(3), PARAMS), play(4, PARAMS)
+    for a, b in zip(one, same, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(one.returns, other.returns)
+    assert play(3, {"offset": jnp.int32(0)}).returns.shape == (20,)
+
+
+def test_the_step_limit_leaves_episodes_unfinished() -> None:
+    episodes = make_host_episodes(make(LOTTERY), player(), 30, num_envs=8, max_steps=4)(0, PARAMS)
+    assert set(zip(episodes.lengths.tolist(), episodes.finished.tolist(), strict=True)) == {(1, True), (4, False)}
+    assert summarise(make(LOTTERY), episodes).unfinished == int((~episodes.finished).sum())
+
+
+@pytest.mark.parametrize("num_players", [1, 2])
+def test_agrees_with_evaluation_on_the_device(num_players: int) -> None:
+    """The toy's course and rewards follow from its first observation and the actions: where both drew the same start, the
+    same must come out. With two players the opponent plays the first legal action as well.
+    """
+    env = counting_env(num_players)
+
+    def first_legal(key: jax.Array, observation: jax.Array, legal: jax.Array) -> jax.Array:
+        del key, observation
+        return legal.argmax(-1).astype(jnp.int32)
+
+    device = jax.jit(make_episodes(env, player(), 1500, opponent=first_legal))(jax.random.key(0), PARAMS)
+    host = make_host_episodes(on_host(env), player(), 1500, opponent=first_legal, num_envs=500)(0, PARAMS)
+
+    def outcomes(episodes: Episodes) -> set[tuple[int, float]]:
+        return {(int(n), round(float(r), 4)) for n, r in zip(episodes.lengths, episodes.returns, strict=True)}
+
+    assert outcomes(device) == outcomes(host)
+    assert len(outcomes(host)) > 20
+    assert (summarise(env, host).wins is not None) == (num_players == 2)
+
+
+def test_two_players_take_turns_at_beginning() -> None:
+    """An opponent that always errs: the agent's seat decides who moves first, and it wins from both."""
+    env = on_host(make_env("pgx:tic_tac_toe"))
+
+    def resign(key: jax.Array, observation: jax.Array, legal: jax.Array) -> jax.Array:
+        del key, observation
+        return jnp.argmin(legal, -1).astype(jnp.int32)  # a field that is taken, if there is one: an illegal move loses
+
+    episodes = make_host_episodes(env, player(), 5, opponent=resign, num_envs=2)(0, PARAMS)
+    assert episodes.finished.all()
+    np.testing.assert_array_equal(episodes.returns, 1.0)
+    np.testing.assert_array_equal(episodes.lengths, [2, 3, 2, 3, 2])
+
+
+def test_plays_the_environments_of_evaluation() -> None:
+    log: list[str] = []
+    env = make(LOTTERY)
+    other = watched(make("gymnasium:host_simulators:Counting-v0"), log)
+    episodes = make_host_episodes(env._replace(make_evaluation=other.make), player(), 2)(0, PARAMS)
+    assert episodes.lengths.tolist() == [3, 3]
+    assert log == ["make 2", "reset", "close"]
+
+
+def test_closes_what_fails() -> None:
+    log: list[str] = []
+    play = make_host_episodes(watched(make("gymnasium:host_simulators:Hostile-v0"), log), player(), 1)
+    with pytest.raises(ValueError, match="the simulator broke"):
+        play(0, {"offset": jnp.int32(5)})
+    assert log[-1] == "close"
+
+
+def test_simulators_in_their_own_process() -> None:
+    here = make("gymnasium:CartPole-v1")
+    there = here._replace(make=functools.partial(in_process, "gymnasium:CartPole-v1", timeout=20.0))
+    two = Algorithm(*(getattr(player(), name) for name in Algorithm._fields))
+    for a, b in zip(*(make_host_episodes(env, two, 3)(1, PARAMS) for env in (here, there)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_whole_game_of_atari_by_its_score() -> None:
+    """No action scores in Pong: a whole game is lost by 21."""
+    env = make("ale:Pong?threads=2&max_frames=1200")
+    episodes = make_host_episodes(env, player(), 2)(0, PARAMS)
+    assert episodes.finished.all()
+    assert (episodes.lengths == 300).all()
+    assert (episodes.returns < -3).all()

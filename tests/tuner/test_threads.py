@@ -1,0 +1,220 @@
+"""Tuning and measuring under sebulba: sessions in bursts, the prices of staleness and memory, stores of other versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tuner
+from muzerox import UserError
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, Workload, hardware_rates
+from tuner import comparison, usage
+from tuner.bridge import Config, Session, concrete, describe
+from tuner.history import Trial, TuneDir, shared_measurements
+from tuner.loop import space_around
+from tuner.measure import measure_config
+from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, energy, excluded, price
+from tuner.report import pipeline_row, wait_rows
+
+
+def test_a_process_does_not_inherit_the_peak_of_who_started_it() -> None:
+    child = "from tuner import usage; print(usage.peak_bytes())"
+    parent = f"""
+import subprocess, sys
+held = bytearray(1_500_000_000)
+held[::4096] = b"x" * len(held[::4096])
+print(subprocess.run([sys.executable, "-c", {child!r}], capture_output=True, text=True, check=True).stdout)
+"""
+    found = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True).stdout
+    assert 10e6 < float(found) < 1.2e9
+
+
+def test_a_measurement_says_what_threads_waited_for(tiny_threads: Config, machine: Hardware) -> None:
+    (found,) = measure_config(tiny_threads, hardware=machine, repeats=3, seconds=0.1)
+    assert found.outcome == Outcome.OK, found.error
+    assert found.workload == describe(concrete(tiny_threads, "cpu"))
+    assert (found.workload.sebulba, found.workload.selfplay_workers) == (1.0, 2.0)
+    assert len(found.repeats) == 3
+    assert found.updates_per_second == pytest.approx(found.env_steps_per_second / 4.0, rel=1e-6)
+    assert {"action", "environment", "step_put", "search_get", "batch_get", "learner"} <= set(found.waits)
+    assert all(0.0 <= share < 8.0 for share in found.waits.values())  # threads, on average
+    assert found.batch_staleness is not None
+    assert 0.0 <= found.batch_staleness < 30.0
+    assert found.acting_staleness is not None
+    assert 100e6 < found.peak_bytes < 4e9
+    assert Measurement.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_environments_in_processes_are_counted_too(tiny_threads: Config) -> None:
+    session = Session(concrete(tiny_threads.replace("runtime.step_in", "process"), "cpu"))
+    try:
+        alone = float(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+        told = session.burst(0.1, tiny_threads.runtime.loop_count)
+        assert told["finite"]
+        assert told["peak_bytes"] > alone + 20e6  # two interpreters more
+    finally:
+        session.close()
+    assert usage.peak_bytes() < alone + 20e6  # they are gone
+
+
+def test_processor_seconds_of_children_count() -> None:
+    before = usage.cpu_seconds()
+    program = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ntime.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    used = usage.cpu_seconds() - before
+    child.kill()
+    child.communicate()
+    assert 0.45 < used < 5.0
+
+
+def test_a_session_is_at_rest_between_bursts(tiny_threads: Config) -> None:
+    """Else its threads would disturb what is timed in alternation with it."""
+    session = Session(concrete(tiny_threads, "cpu"))
+    try:
+        session.burst(0.1, tiny_threads.runtime.loop_count)
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.1
+    finally:
+        session.close()
+
+
+def test_staleness_has_a_price_and_ties_go_to_small_queues(threaded: Workload, machine: Hardware) -> None:
+    rates = hardware_rates(machine)
+    an_update = STALENESS_PRICE / 20
+    more = dataclasses.replace(threaded, batch_queue_size=threaded.batch_queue_size + 10.0)
+    difference = float(price(more, rates, an_update) - price(threaded, rates, an_update))
+    assert difference == pytest.approx(10 * an_update, rel=0.05)  # and a little memory
+    assert difference > 10 * an_update
+    same = dataclasses.replace(threaded, sebulba=0.0)
+    assert float(price(same, rates, 1e9)) < 0.01  # one program learns from nothing old
+
+
+def test_the_annealers_energy_prefers_fresher_of_two_that_are_as_fast(machine: Hardware) -> None:
+    start = concrete(Config.preset("gymnasium:CartPole-v1").replace("train.target_period", 200), "cpu")
+    space = space_around(start, "neutral", "cpu")
+    sizes = space.options("runtime.search_queue_size")
+    points = np.array([space.encode({**space.decode(space.start), "runtime.search_queue_size": n}) for n in sizes], np.int32)
+
+    def energies(staleness_price: float) -> np.ndarray:
+        limits = Limits(*map(jnp.float32, (space.max_num_envs, space.max_staleness, staleness_price)))
+        nothing = jnp.full((1, points.shape[1]), NO_POINT)
+        params = RuntimePredictor().params
+        return np.asarray(
+            energy(jnp.asarray(points), params, hardware_rates(machine), space.base, space.tables(), limits, nothing)
+        )
+
+    free, paid = energies(0.0), energies(STALENESS_PRICE / 20)
+    assert np.ptp(free) < 0.02  # they matter little for speed
+    assert sizes[int(np.argmin(paid))] <= 8
+    assert paid[-1] - paid[0] > 0.05
+    assert np.isfinite(paid).all()
+
+
+def test_fine_knobs_are_covered_by_two_trials() -> None:
+    space = space_around(concrete(Config.preset("gymnasium:CartPole-v1"), "cpu"), "neutral", "cpu")
+    paths = [knob.path for knob in space.knobs]
+    queue, envs = paths.index("runtime.batch_queue_size"), paths.index("runtime.num_envs")
+
+    def moved(column: int, by: int) -> list[int]:
+        return [x + by * (index == column) for index, x in enumerate(space.start)]
+
+    once = np.asarray(excluded(space, [space.start, moved(envs, 1)]))
+    assert once.shape == (16, len(paths))
+    assert list(once[0]) == list(space.start)
+    assert np.all(once[2:] == NO_POINT)
+    twice = np.asarray(excluded(space, [space.start, moved(envs, 1), moved(queue, 1)]))
+    assert twice[0, queue] == twice[2, queue] == ANY
+    assert twice[0, envs] == space.start[envs]
+    assert list(twice[1]) == moved(envs, 1)
+    assert excluded(space, []).shape == (16, len(paths))
+    live = space_around(concrete(Config.preset("gymnax:CartPole-v1"), "cpu"), "neutral", "cpu")
+    row = np.asarray(excluded(live, [live.start]))[0]
+    assert [knob.path for knob, x in zip(live.knobs, row, strict=True) if x == ANY] == ["runtime.loop_count"]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuner.TuneResult:
+    tiny = {"replay.min_size": 64, "replay.capacity": 8192, "runtime.num_envs": 8, "runtime.loop_count": 2, "network.width": 8}
+    tiny |= {"train.batch_size": 16, "search.num_simulations": 2, "train.td_steps": 4, "train.target_period": 50}
+    config = Config.preset("gymnasium:CartPole-v1").replace(tiny)
+    return tuner.tune(config, budget="10m", max_trials=2, out=tmp_path_factory.mktemp("t") / "t", burst=0.1, quiet=True)
+
+
+def test_a_tuning_of_threads_is_never_worse_than_the_start(tuned: tuner.TuneResult) -> None:
+    assert tuned.finished
+    assert len(tuned.history) == 2
+    assert {trial.measurement.outcome for trial in tuned.history} == {Outcome.OK}
+    assert tuned.speedup is not None
+    assert tuned.speedup == 1.0 or tuned.speedup >= comparison.MIN_GAIN
+    assert tuned.config.runtime.kind == tuned.start.runtime.kind == "sebulba"
+    assert tuned.history[0].changes["runtime.batch_queue_size"] == 2
+    assert "runtime.loop_count" in tuned.history[0].changes
+    assert all(float(trial.measurement.workload.loop_count) == trial.changes["runtime.loop_count"] for trial in tuned.history)
+    before, after = tuned.start.to_dict(), tuned.config.to_dict()
+    assert all(before[name] == after[name] for name in ("network", "train", "env", "seed"))
+    assert tuned.predicted["batch_staleness"] is not None
+
+
+def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded: Workload) -> None:
+    def trial(number: int, seconds: float | None, queue: float) -> Trial:
+        outcome = Outcome.OK if seconds else Outcome.CRASHED
+        workload = dataclasses.replace(threaded, batch_queue_size=queue)
+        measurement = Measurement(hardware=machine, workload=workload, outcome=outcome, seconds_per_env_step=seconds)
+        given = dict.fromkeys(("predicted_uncalibrated", "predicted_base", "predicted", "temperature", "elapsed"), 1.0)
+        return Trial(
+            number=number, role="annealed", changes={"q": queue}, config={}, measurement=measurement, predicted_use=(), **given
+        )
+
+    def pay(measurement: Measurement) -> float:
+        return float(price(measurement.workload, hardware_rates(machine), STALENESS_PRICE / 20))
+
+    trials = [trial(0, 1.0, 2), trial(1, 0.5, 64), trial(2, 0.505, 1), trial(3, None, 1), trial(4, 0.6, 2)]
+    found = comparison.finalists(trials, lambda t: t.changes["q"], pay)
+    assert [t.number for t in found] == [2, 1]  # a hundredth faster is not worth 63 updates
+    assert comparison.cost(trials[3], pay) == np.inf
+
+
+def test_measurements_of_other_versions_are_set_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Hardware, workload: Workload
+) -> None:
+    monkeypatch.setenv("MUZEROX_HOME", str(tmp_path))
+    store = Store(tmp_path / "measurements" / machine.id)
+    run = Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, seconds_per_env_step=1e-4)
+    old = run.to_dict()
+    del old["schema"], old["waits"], old["workload"]["sebulba"]
+    for row in (old, run.to_dict(), old):
+        store.append(row)
+    said: list[str] = []
+    assert shared_measurements(machine.id, said.append) == [run]
+    assert len(said) == 1
+    assert "2 measurements in" in said[0]
+    assert "another version" in said[0]
+
+
+def test_a_tuning_of_another_version_is_refused_in_one_line(tuned: tuner.TuneResult, tmp_path: Path) -> None:
+    folder = TuneDir(tmp_path)
+    row = tuned.history[0].to_dict()
+    row["measurement"]["schema"] = 1
+    Store(tmp_path / "trials").append(row)
+    with pytest.raises(UserError, match="by another version; give another --out"):
+        folder.trials()
+
+
+def test_tables_show_the_threads(tiny_threads: Config, tiny: Config) -> None:
+    shown = pipeline_row(concrete(tiny_threads, "cpu"))["pipeline"]
+    assert "self-play 2 x 8 environments" in shown
+    assert "search queue 2" in shown
+    assert pipeline_row(concrete(tiny, "cpu")) == {}
+    assert wait_rows({"a": 0.1, "b": 2.0}) == {"threads waiting": "b 2.00, a 0.10"}
+    assert wait_rows({}) == {}
