@@ -192,7 +192,7 @@ def answers(data: st.DataObject, *, batch: int, simulations: int, actions: int) 
     # Two draws of the 1e-7 that break ties part searches of unlikely actions: neither side draws them here.
     with (
         mock.patch.object(selection, "_TIE_BREAK", 0.0),
-        mock.patch.object(jax.random, "uniform", lambda key, shape: jnp.zeros(shape)),
+        mock.patch.object(jax.random, "uniform", lambda _, shape: jnp.zeros(shape)),
     ):
         ours, theirs = (case.run(getattr(module, policy), jnp.float64, **options) for module in (fused, mctx))
     return ours, theirs

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from muzerox.allocation import available_memory
 from muzerox.config import Config
@@ -58,9 +57,8 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
         host = HostEnvironment(host.spec, lambda n, seed: in_process(config.env, n, seed, config.runtime.step_timeout))
     spec = dataclasses.replace(host.spec, can_truncate=True)  # a failure may cut any episode
     acting, searching, learning = placement.assign(config.runtime)
-    mesh = Mesh(learning, (placement.AXIS,))
-    everywhere, shards = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(placement.AXIS))
-    programs = make_programs(config, spec, algorithm, mesh)
+    everywhere, shards = placement.learner_shardings(learning)
+    programs = make_programs(config, spec, algorithm, everywhere, shards)
     storage = searching[0] if config.replay.placement == "device" else jax.devices("cpu")[0]
     _check_memory(config, jax.eval_shape(lambda: ring.init(config, spec)), storage)
     pace = make_pace(config)

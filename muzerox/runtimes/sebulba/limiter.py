@@ -40,7 +40,9 @@ class RateLimiter:
 
     def __init__(self, pace: Pace, meter: Meter, *, window: int, updates: int, env_steps: int, last: int):
         self._pace, self._meter, self._window, self._last = pace, meter, window, last
-        self._changed = threading.Condition(threading.RLock())
+        # Whom a change concerns is woken, and only once it lets him go on: self-play is not interrupted for nothing.
+        self._lock = threading.RLock()
+        self._room, self._due = threading.Condition(self._lock), threading.Condition(self._lock)
         self._learned = self._contexts = updates
         self._made = env_steps
         self._reserved: dict[int, int] = {}  # by worker, steps under way
@@ -62,10 +64,10 @@ class RateLimiter:
 
     def begin(self, worker: int, generation: int) -> None:
         """A worker starts over: what its predecessor reserved will not be made, and it may reserve no more."""
-        with self._changed:
+        with self._lock:
             self._generation[worker] = generation
             self._reserved.pop(worker, None)
-            self._changed.notify_all()
+            self._room.notify_all()
 
     def reserve(self, worker: int, generation: int, steps: int) -> None:
         """Waits until ``worker`` may make ``steps`` steps; they count from now. Raises Closed and Replaced."""
@@ -74,8 +76,8 @@ class RateLimiter:
             replaced = generation != self._generation[worker]
             return self._closed or replaced or self._made + sum(self._reserved.values()) < self._allowed()
 
-        with self._meter.wait("step_put"), self._changed:
-            self._changed.wait_for(decided)
+        with self._meter.wait("step_put"), self._room:
+            self._room.wait_for(decided)
             if self._closed:
                 raise Closed
             if generation != self._generation[worker]:
@@ -84,14 +86,15 @@ class RateLimiter:
 
     def commit(self, worker: int) -> None:
         """The steps that ``worker`` reserved have been made."""
-        with self._changed:
+        with self._lock:
             self._made += self._reserved.pop(worker)
-            self._changed.notify_all()
+            if self._is_due(self._contexts + 1):
+                self._due.notify_all()
 
     def next_context(self) -> int:
         """Waits until another update may sample; returns its number, counted from 1. Raises Closed."""
-        with self._meter.wait("context_put"), self._changed:
-            self._changed.wait_for(lambda: self._closed or self._is_due(self._contexts + 1))
+        with self._meter.wait("context_put"), self._due:
+            self._due.wait_for(lambda: self._closed or self._is_due(self._contexts + 1))
             if self._closed:
                 raise Closed
             self._contexts += 1
@@ -102,18 +105,20 @@ class RateLimiter:
 
     def learned(self, updates: int) -> None:
         """The learner has made so many updates."""
-        with self._changed:
+        with self._room:
             self._learned = updates
-            self._changed.notify_all()
+            self._room.notify_all()
 
     def until(self, update: int) -> None:
         """``update`` will be asked for: it and those before it are within the training."""
-        with self._changed:
+        with self._lock:
             self._last = max(self._last, update)
-            self._changed.notify_all()
+            self._room.notify_all()
+            self._due.notify_all()
 
     def close(self) -> None:
         """Everyone who waits, now or later, gets Closed."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._room.notify_all()
+            self._due.notify_all()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from muzerox.runtimes import placement
 from muzerox.runtimes.sebulba.meter import Meter
 from muzerox.types import Params
 
@@ -43,7 +44,9 @@ class ParameterStore:
         with self._meter.wait("parameters_get"), self._lock:
             held = self._on_device.get((device, target))
             if held is None or held[0] < newest.version:
-                params = jax.device_put(newest.target_params if target else newest.params, device)
-                held = self._on_device[device, target] = (newest.version, jax.block_until_ready(params))
-                self._meter.add("bytes_parameters", sum(x.nbytes for x in jax.tree.leaves(params)))
+                published = newest.target_params if target else newest.params
+                params = jax.block_until_ready(placement.put(published, device))
+                held = self._on_device[device, target] = (newest.version, params)
+                if params is not published:
+                    self._meter.add("bytes_parameters", sum(x.nbytes for x in jax.tree.leaves(params)))
             return held

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Sharding
 
 from muzerox.config import Config
 from muzerox.learner import LearnerState, make_apply, read_batch, reanalyze
 from muzerox.replay import Sample
-from muzerox.runtimes.placement import AXIS
 from muzerox.selfplay import Choice, make_choose
 from muzerox.types import Algorithm, Batch, EnvSpec, Metrics, Params, Targets, Transition
 
@@ -36,8 +35,8 @@ class Programs(NamedTuple):
     learn: Callable[..., tuple[LearnerState, Learned]]  # (learner, N times (batch, targets), count); learner is donated
 
 
-def make_programs(config: Config, spec: EnvSpec, algorithm: Algorithm, learners: Mesh) -> Programs:
-    """The programs of a configuration; ``learners`` is the mesh that batches are split over."""
+def make_programs(config: Config, spec: EnvSpec, algorithm: Algorithm, everywhere: Sharding, shards: Sharding) -> Programs:
+    """The programs of a configuration; ``everywhere`` and ``shards`` say where the learner and its batches lie."""
     choose_action = make_choose(algorithm, random_action=config.train.random_action)
     apply = make_apply(config, algorithm)
 
@@ -72,8 +71,6 @@ def make_programs(config: Config, spec: EnvSpec, algorithm: Algorithm, learners:
         params, target_params = jax.tree.map(jnp.copy, (learner.params, learner.target_params))
         return learner, Learned(params, target_params, priority, sums, skipped)
 
-    everywhere = NamedSharding(learners, PartitionSpec())
-    shards = NamedSharding(learners, PartitionSpec(AXIS))
     return Programs(
         choose=jax.jit(choose),
         gather=jax.jit(gather),

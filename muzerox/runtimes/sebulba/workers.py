@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from muzerox.config import Config
+from muzerox.runtimes import placement
 from muzerox.runtimes.sebulba.crew import Worker
 from muzerox.runtimes.sebulba.limiter import RateLimiter
 from muzerox.runtimes.sebulba.meter import Meter
@@ -173,20 +174,21 @@ class SearchBody:
         self._shared = shared
         self._context: Context | None = None
         self._ready: Ready | None = None
-        self._compiled = False
+        self._batch_bytes: int | None = None  # known once it has compiled
         self._device = shared.searching[index]
         self._key = jax.device_put(jax.random.fold_in(shared.key, 1), self._device)
 
     def __call__(self, worker: Worker) -> None:
         shared = self._shared
-        if not self._compiled:  # while the first rows are played
-            self._search(Context(0, shared.ring.nowhere(shared.config.train.batch_size)))
-            self._compiled = True
+        if self._batch_bytes is None:  # while the first rows are played
+            made = self._search(Context(0, shared.ring.nowhere(shared.config.train.batch_size)))
+            self._batch_bytes = sum(x.nbytes for x in jax.tree.leaves((made.batch, made.targets)))
         while True:
             if self._context is None:
                 self._context = shared.contexts.get()
             if self._ready is None:
                 self._ready = self._search(self._context)
+                shared.meter.add("bytes_batches", self._batch_bytes)
             shared.ready.put(self._ready)
             self._context = self._ready = None
             worker.done()
@@ -197,9 +199,8 @@ class SearchBody:
         if late:
             shared.meter.add("overwritten_starts", late)
         version, params = shared.parameters.pull(self._device, target=True)
-        batch, reread = jax.device_put((batch, reread), self._device)
+        batch, reread = placement.put((batch, reread), self._device)
         made = programs.target(self._key, np.uint32(context.number), params, batch, reread)
         with shared.meter.wait("targets"):
-            made = jax.block_until_ready(jax.device_put(made, shared.batch_sharding))
-        shared.meter.add("bytes_batches", sum(x.nbytes for x in jax.tree.leaves(made)))
+            made = jax.block_until_ready(placement.put(made, shared.batch_sharding))
         return Ready(context.number, version, start, *made)
