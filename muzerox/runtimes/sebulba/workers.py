@@ -105,13 +105,18 @@ def play(shared: Shared, worker: Worker) -> None:
         with worker.within(_START_SECONDS):
             now = batch.reset()
         score, length = np.zeros(num_envs, np.float64), np.zeros(num_envs, np.int64)
+        number, row = int(shared.ring.count[index]), None
         while True:
-            shared.limiter.reserve(index, generation, num_envs)
             version, params = shared.parameters.pull(device)
             legal = now.legal if spec.has_legal else None
-            number = np.uint32(shared.ring.count[index])
+            choosing = shared.programs.choose(key, np.uint32(number), params, now.observation, legal)
+            if row is not None:  # it is written while the search for the next one runs
+                shared.ring.write(index, generation, row, lambda: shared.limiter.commit(index))
+                worker.done()
+            shared.limiter.reserve(index, generation, num_envs)
             with shared.meter.wait("action"):
-                choice = jax.device_get(shared.programs.choose(key, number, params, now.observation, legal))
+                choice = jax.device_get(choosing)
+            shared.meter.observe("acting_staleness", shared.limiter.learned_updates - version)
             with worker.within(config.runtime.step_timeout), shared.meter.wait("environment"):
                 following = batch.step(choice.action)
             row = Transition(
@@ -125,13 +130,10 @@ def play(shared: Shared, worker: Worker) -> None:
                 final_observation=following.final_observation,
                 random=choice.drawn,
             )
-            shared.ring.write(index, generation, row, lambda: shared.limiter.commit(index))
-            shared.meter.observe("acting_staleness", shared.limiter.learned_updates - version)
             score += np.where((length % 2 == 0) | (spec.num_players == 1), following.reward, -following.reward)
             length += 1
             _count_episodes(shared.episodes, following, score, length)
-            now = following
-            worker.done()
+            now, number = following, number + 1
     finally:
         batch.close()
 
