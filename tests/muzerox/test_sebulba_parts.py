@@ -8,15 +8,18 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muzerox.errors import RunFailed
+from muzerox.runtimes import placement
 from muzerox.runtimes.sebulba.crew import Crew, Worker
 from muzerox.runtimes.sebulba.limiter import Pace, RateLimiter
 from muzerox.runtimes.sebulba.meter import Meter
+from muzerox.runtimes.sebulba.parameters import ParameterStore, Published
 from muzerox.runtimes.sebulba.queues import BoundedQueue, Closed, Interrupted, Replaced
 
 
@@ -283,3 +286,25 @@ def test_a_meter_gives_what_it_was_given_and_starts_again(values: list[float]) -
     assert taken["seen_mean"] == pytest.approx(np.mean(values))
     assert taken["seen_p50"] == pytest.approx(np.median(values))
     assert meter.take() == {}
+
+
+# Parameters
+
+
+def test_parameters_are_moved_once_and_only_if_they_lie_elsewhere() -> None:
+    device, meter = jax.devices()[0], Meter()
+    store = ParameterStore(meter)
+    weights = np.arange(3, dtype=np.float32)
+    store.publish(Published(1, {"w": weights}, {"w": -weights}))
+    version, params = store.pull(device)
+    assert version == 1
+    assert params["w"].devices() == {device}
+    assert store.pull(device)[1] is params
+    np.testing.assert_array_equal(store.pull(device, target=True)[1]["w"], -weights)
+    assert meter.take()["bytes_parameters"] == 2 * weights.nbytes
+
+    there = placement.put({"w": weights + 1}, device)
+    store.publish(Published(2, there, there))
+    assert store.pull(device) == (2, there)
+    assert store.pull(device)[1] is there
+    assert "bytes_parameters" not in meter.take()
