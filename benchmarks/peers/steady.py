@@ -128,11 +128,13 @@ def _cpu_seconds() -> float:
 
 
 def _peak_bytes() -> int:
-    total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    for pid in _processes()[1:]:
+    """The most memory that was ever resident, of this process and all under it; of this one alone without /proc."""
+    peaks = []
+    for pid in _processes():
         try:
             with open(f"/proc/{pid}/status") as file:
-                total += sum(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-        except OSError:
+                peaks += [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")]
+        except OSError:  # it has ended; or there is no /proc
             continue
-    return total
+    # What getrusage says is the last resort: a process inherits it from whoever started it.
+    return sum(peaks) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
