@@ -107,6 +107,8 @@ def _train_rows(result: Any) -> dict[str, Any]:
         rows |= {"environment steps/s": result.env_steps_per_second, "updates/s": result.updates_per_second}
     if result.first_update_seconds is not None:
         rows["first update after"] = f"{result.first_update_seconds:.2f} s"
+    if result.peak_memory_gib is not None:
+        rows["peak memory"] = f"{result.peak_memory_gib:.2f} GiB"
     rows["seconds by phase"] = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
     rows |= pipeline_rows(result.pipeline)
     if result.finished:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from muzerox import allocation, config_io
+from muzerox import allocation, config_io, usage
 from muzerox.algorithms import make_algorithm
 from muzerox.checkpoint import Checkpoints
 from muzerox.compilation import compile_beside, enable_cache
@@ -71,6 +71,7 @@ class TrainResult:
     updates_per_second: float
     first_update_seconds: float | None  # from process start to the first completed dispatch
     phases: dict[str, float]  # wall seconds by phase
+    peak_memory_gib: float | None = None  # that this process held, with those it had started; absent where nobody tells
     pipeline: dict[str, float] = dataclasses.field(default_factory=dict)  # under sebulba: waits, depths, staleness, failures
 
     def to_dict(self) -> dict[str, Any]:
@@ -256,6 +257,7 @@ class _Session:
             updates_per_second=(updates - first_updates) / trained if trained else 0.0,
             first_update_seconds=first_seconds,
             phases={k: round(v, 3) for k, v in clock.seconds.items()},
+            peak_memory_gib=round(usage.peak_bytes() / 2**30, 3) or None,
             pipeline=totals.result(),
         )
         draw_return_curve(self.run, self.config)  # stopped by a signal too: it may never go on

@@ -74,14 +74,17 @@ def fit_offsets(measurements: Sequence[Measurement], estimates: Mapping[str, np.
       before: kept where nothing was measured.
     """
     here = [i for i, m in enumerate(measurements) if m.hardware.id == measurements[-1].hardware.id]
+    # What compiling costs, in seconds and in memory, is told by those that compiled.
+    compiled = [i for i in here if not measurements[i].from_cache]
 
     def log_offset(name: str) -> np.float32:
-        figures = [(getattr(measurements[i], _FIGURES[name]), estimates[name][i]) for i in here]
+        rows = compiled if name == "log_compile" else here
+        figures = [(getattr(measurements[i], _FIGURES[name]), estimates[name][i]) for i in rows]
         differences = [float(np.log(figure) - estimate) for figure, estimate in figures if figure]
         return np.float32(recent_median(differences, float(getattr(before, name))))
 
     held = estimates["host_bytes"]
-    beside = [measurements[i].peak_bytes - float(held[i]) for i in here if measurements[i].peak_bytes]  # type: ignore[operator]
+    beside = [measurements[i].peak_bytes - float(held[i]) for i in compiled if measurements[i].peak_bytes]  # type: ignore[operator]
     process_bytes = max(recent_median(beside, float(before.process_bytes)), 0.0)
 
     def peaks(outcome: Outcome) -> list[float]:

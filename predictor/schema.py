@@ -215,6 +215,7 @@ class Measurement(_Record):
     batch_staleness: float | None = None  # age of a batch's targets when it is learnt from, updates
     acting_staleness: float | None = None  # age of the parameters that chose an action, updates
     waits: dict[str, float] = dataclasses.field(default_factory=dict)  # threads waiting, by what they wait for
+    from_cache: bool = False  # an earlier process had compiled its programs: a first run takes longer, and half a GiB more
     schema: int = SCHEMA
 
     @classmethod

@@ -21,11 +21,12 @@ import jax
 import numpy as np
 
 from muzerox import allocation as allocations
+from muzerox import usage
 from muzerox.algorithms import make_algorithm
 from muzerox.allocation import available_cores, available_memory
 from muzerox.cli import add_config_arguments, add_output_arguments, make_config
 from muzerox.commands import Command, Extension
-from muzerox.compilation import enable_cache, home
+from muzerox.compilation import cache_use, enable_cache, home
 from muzerox.config import Config
 from muzerox.config_io import dumps as toml
 from muzerox.config_io import load as load_config
@@ -40,7 +41,6 @@ from muzerox.runtimes.sebulba.pipeline import make_window
 from muzerox.search import ENGINES, default_engine
 from muzerox.types import Environment, HostEnvironment
 from predictor import Workload
-from tuner import usage
 from tuner.flops import Cost, count_cost
 
 __all__ = [
@@ -264,6 +264,11 @@ class Session:
 
     def __init__(self, config: Config):
         enable_cache()
+        with cache_use() as from_cache:
+            self._start(config)
+            self.from_cache = from_cache()
+
+    def _start(self, config: Config) -> None:
         start = time.perf_counter()
         config = config.replace({f"precision.{k}": v for k, v in vars(resolve(config.precision)).items()})
         env = make_env(config.env)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import resource
 import signal
 import subprocess
@@ -234,6 +235,8 @@ def _train_tuned(train: Any) -> Any:
 
 
 def _tune_then_train(args: argparse.Namespace) -> int:
+    import numpy as np
+
     from tuner.loop import tune
     from tuner.resources import balance_of
     from tuner.result import parse_budget
@@ -252,14 +255,17 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     if not result.finished:
         return 130
     tuned = Path(result.out) / "tuned.toml"
-    code, said, use = _train_in_child(tuned, out, as_json=args.json)
+    code, said, cores = _train_in_child(tuned, out, as_json=args.json)
     if code not in (0, 130):
         raise RunFailed(f"training the tuned configuration ended with exit code {code}; {tuned} holds it")
+    trained = run.result() or {}
+    peak = trained.get("peak_memory_gib", math.nan) * 2**30
+    use = np.array([cores, peak, 0.0], np.float32)
     factor = balance_of(result.config, use, result.hardware)
     if args.json:
         print(json.dumps({**json.loads(said), "tuning": result.to_dict(), "balance_factor": factor}))
     elif code == 0:
-        print_table(f"muzerox train --tune: {out}", _used_rows(result, run.result() or {}, use, factor))
+        print_table(f"muzerox train --tune: {out}", _used_rows(result, trained, use, factor))
     return code
 
 
@@ -274,18 +280,17 @@ def _used_rows(result: Any, trained: dict[str, Any], use: Any, factor: float) ->
         if result.measurement is not None:
             expected += f", {result.measurement.env_steps_per_second:,.0f} measured in tuning"
         rows["environment steps/s"] = f"{trained['env_steps_per_second']:,.0f} ({expected})"
+    if "peak_memory_gib" in trained:
+        rows["peak memory"] = f"{trained['peak_memory_gib']:.2f} of {given.memory_gib:g} GiB allocated"
     return rows | {
         "cores busy": f"{use[0]:.2f} of {given.cores} allocated, compilation and evaluations included",
-        "peak memory": f"{use[1] / 2**30:.2f} of {given.memory_gib:g} GiB allocated",
         "balance factor": f"{factor:.2f} ({verdict(factor)})",
         "tuning": f"{result.out}/tuning.png",
     }
 
 
-def _train_in_child(config: Path, out: Path, *, as_json: bool) -> tuple[int, str, Any]:
-    """Trains in a process of its own, which takes its allocation before JAX starts. Exit code, stdout if asked for, use [R]."""
-    import numpy as np
-
+def _train_in_child(config: Path, out: Path, *, as_json: bool) -> tuple[int, str, float]:
+    """Trains in a process of its own, under its allocation from the start. Exit code, stdout if asked for, cores busy."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     command = [sys.executable, "-m", "muzerox", "train", "--config", str(config), "--out", str(out)]
     stdout = subprocess.PIPE if as_json else None
@@ -300,8 +305,7 @@ def _train_in_child(config: Path, out: Path, *, as_json: bool) -> tuple[int, str
             signal.signal(number, before_us)
     after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - start
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    peak = float(after.ru_maxrss * 1024)  # of the largest child, which is this one: it does what a measured one does, and saves
-    return process.returncode, said or "", np.array([cpu / seconds, peak, 0.0], np.float32)
+    return process.returncode, said or "", cpu / seconds
 
 
 TRAIN_TUNE = Extension(extends="train", add_arguments=_train_tune_arguments, wrap=_train_tuned)

@@ -43,7 +43,8 @@ def finalists(trials: Sequence[Trial], program: Callable[[Trial], Hashable], pri
 def seconds_needed(trials: Sequence[Trial], burst: float, rounds: int) -> tuple[float, float]:
     """Seconds until the start (the first of ``trials``) and its rivals are up, and of ``rounds`` of bursts of them all."""
     trials = [*trials, *[trials[0]] * (1 + FINALISTS - len(trials))]  # rivals to be found yet
-    ready = [_STARTING + _FROM_CACHE * (trial.measurement.compile_seconds or 0.0) for trial in trials]
+    measured = [trial.measurement for trial in trials]
+    ready = [_STARTING + (1.0 if m.from_cache else _FROM_CACHE) * (m.compile_seconds or 0.0) for m in measured]
     bursts = [max(burst, trial.measurement.warmup_seconds or 0.0) for trial in trials]
     return sum(ready) + _FINISHING, rounds * sum(bursts)
 

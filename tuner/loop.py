@@ -341,11 +341,13 @@ class _Tuning:
     def _balance(self, config: Config, measurement: Measurement) -> float | None:
         """The balance factor of a run; None where it failed."""
         ran = measurement.outcome == Outcome.OK
-        return resources.balance_of(config, resources.use_of(measurement), self.hardware) if ran else None
+        return resources.balance_of(config, resources.need_of(config, measurement, self.hardware), self.hardware) if ran else None
 
     def _with_memory(self, config: Config, measurement: Measurement) -> Config:
         """The configuration with memory by what it was measured to use, and the cores it was measured with."""
-        use = resources.use_of(measurement)
+        use = resources.need_of(config, measurement, self.hardware)
+        if measurement.from_cache:  # the training may have to compile
+            use[1] = max(use[1], self.predictor.predict(describe(config), self.hardware).peak_bytes)
         allocated = resources.next_allocation(resources.allocation_of(config, self.hardware), use, 0.0, self.hardware)
         allocated[0] = config.allocation.cores or self.hardware.cores
         return resources.with_allocation(config, allocated, self.hardware, ())

@@ -168,6 +168,7 @@ class Timing:
             "workload": describe(config),
             "wall_seconds": time.monotonic() - self.started,
             **{name: self.ready.get(name) for name in ("compile_seconds", "warmup_seconds")},
+            "from_cache": self.ready.get("from_cache", False),
         }
         if self.failure is not None:
             return Measurement(outcome=self.failure.outcome, error=self.failure.error, **common)

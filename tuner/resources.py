@@ -13,7 +13,10 @@ from tuner import allocate, balance
 from tuner.bridge import Config
 
 _GIB = 2**30
+_MEMORY = np.array([name == "memory_bytes" for name in allocate.RESOURCES])
 _MEMORY_GRAIN = 4  # allocations of memory are whole quarters of a GiB
+_BUSY = 0.9  # of the cores a run was given: above, cores are what its threads wait for
+_LEAST_LEARNING = 0.25  # share of a learner's time: where it waits longer still, it is not known how much faster it could be
 _DEVICE_MINIMUM = 1.2  # over the predicted peak: below, fragmentation ends a run
 
 
@@ -25,6 +28,17 @@ def _vector(cores: float | None, memory: float | None, device: float | None) -> 
 def use_of(figures: Measurement | Prediction) -> np.ndarray:
     """Measured or predicted use [R]."""
     return _vector(figures.cpu_use, figures.peak_bytes, figures.device_peak_bytes)
+
+
+def need_of(config: Config, measured: Measurement, hardware: Hardware) -> np.ndarray:
+    """What a measured run [R] would have used had nothing been short.
+
+    Its use; under sebulba, where the learner waited for batches while all cores were busy, the cores that would have fed it.
+    """
+    need = use_of(measured)
+    if need[0] >= _BUSY * allocation_of(config, hardware)[0]:
+        need[0] /= max(1.0 - measured.waits.get("batch_get", 0.0), _LEAST_LEARNING)
+    return need
 
 
 def allocation_of(config: Config, hardware: Hardware) -> np.ndarray:
@@ -46,11 +60,17 @@ def limits(hardware: Hardware, use: np.ndarray | None = None) -> allocate.Limits
 
 def correction(runs: Iterable[tuple[Measurement, Sequence[float]]]) -> np.ndarray:
     """Measured over predicted use [R], from measurements and the use that was predicted of each."""
-    pairs = [(use_of(measured), predicted) for measured, predicted in runs if measured.outcome == Outcome.OK]
+    pairs = [(_seen(measured), predicted) for measured, predicted in runs if measured.outcome == Outcome.OK]
     if not pairs:
         return np.ones(len(allocate.RESOURCES), np.float32)
     measured, predicted = (np.array(x, np.float32) for x in zip(*pairs, strict=True))
     return np.asarray(allocate.correction(measured, np.where(predicted > 0, predicted, np.nan)))
+
+
+def _seen(measured: Measurement) -> np.ndarray:
+    """Measured use [R]; of a run that found its programs compiled, not the memory: the next may have to compile."""
+    used = use_of(measured)
+    return np.where(_MEMORY & measured.from_cache, np.float32(np.nan), used)
 
 
 def next_allocation(current: np.ndarray, use: np.ndarray, temperature: float, hardware: Hardware) -> np.ndarray:

@@ -61,7 +61,8 @@ def main() -> None:
 
         config = Config.from_dict(request["config"])
         with allocated(config), contextlib.closing(Session(config)) as session:
-            answer(compile_seconds=session.compile_seconds, warmup_seconds=session.warmup_seconds)
+            names = ("compile_seconds", "warmup_seconds", "from_cache")
+            answer(**{name: getattr(session, name) for name in names})
             for line in sys.stdin:
                 answer(**session.burst(**json.loads(line)))
     except BrokenPipeError:

@@ -239,3 +239,18 @@ def test_the_base_is_part_of_the_whole(fitted: RuntimePredictor, family: Family,
     difference = np.asarray(score(capped, batch, rates) - base_score(fitted.params, batch, rates))
     assert np.all(np.abs(difference) <= 0.01 + 1e-5)
     assert np.any(difference != 0.0)
+
+
+def test_runs_from_the_cache_do_not_say_what_compiling_costs(
+    make_workload: Callable[..., Workload], hardware: Hardware, measure: Measure
+) -> None:
+    model, workload = RuntimePredictor(), make_workload()
+    before = model.predict(workload, hardware)
+    figures = {"compile_seconds": before.compile_seconds / 10.0, "peak_bytes": before.peak_bytes / 2.0}
+    seconds = before.seconds_per_env_step * 2.0
+    first = model.calibrate([measure(workload, seconds, **figures)]).predict(workload, hardware)
+    assert first.compile_seconds == pytest.approx(before.compile_seconds / 10.0)
+    assert first.peak_bytes < before.peak_bytes * 0.9
+    again = model.calibrate([measure(workload, seconds, from_cache=True, **figures)]).predict(workload, hardware)
+    assert (again.compile_seconds, again.peak_bytes) == (before.compile_seconds, before.peak_bytes)
+    assert again.seconds_per_env_step == pytest.approx(seconds)

@@ -105,3 +105,31 @@ def test_the_balance_of_a_run_comes_from_what_it_was_measured_to_use(machine: Ha
     headroom = 1.0 + allocate.HEADROOM
     found = resources.balance_of(config, resources.use_of(ran), machine)
     assert found == pytest.approx((2.0 / headroom + 2.0 / headroom) / 2)
+
+
+def test_a_learner_that_waits_while_all_cores_are_busy_is_starved(machine: Hardware, workload: Workload) -> None:
+    config = Config().replace({"allocation.cores": 2, "allocation.memory_gib": 2.0})
+
+    def ran(cpu_use: float, waiting: float) -> Measurement:
+        figures = {"cpu_use": cpu_use, "peak_bytes": 1.6 * 2**30, "waits": {"batch_get": waiting, "step_put": 3.0}}
+        return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, **figures)
+
+    def factor(measured: Measurement) -> float:
+        return resources.balance_of(config, resources.need_of(config, measured, machine), machine)
+
+    fed, hungry, idle = ran(1.9, 0.0), ran(1.9, 0.6), ran(1.2, 0.6)
+    np.testing.assert_allclose(resources.need_of(config, fed, machine), resources.use_of(fed))
+    np.testing.assert_allclose(resources.need_of(config, idle, machine), resources.use_of(idle))  # cores are not what it lacks
+    assert resources.need_of(config, hungry, machine)[0] == pytest.approx(1.9 / 0.4)
+    assert balance.verdict(factor(fed)) is Verdict.BALANCED
+    assert balance.verdict(factor(hungry)) is Verdict.STARVED
+
+
+def test_a_run_from_the_cache_does_not_say_how_much_memory_the_next_one_needs(machine: Hardware, workload: Workload) -> None:
+    def ran(*, from_cache: bool) -> Measurement:
+        figures = {"seconds_per_env_step": 1e-4, "peak_bytes": 0.5e9, "cpu_use": 1.5, "from_cache": from_cache}
+        return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, **figures)
+
+    predicted = (1.0, 1e9, 0.0)
+    np.testing.assert_allclose(resources.correction([(ran(from_cache=True), predicted)]), [1.5, 1.0, 1.0])
+    np.testing.assert_allclose(resources.correction([(ran(from_cache=False), predicted)]), [1.5, 0.5, 1.0])

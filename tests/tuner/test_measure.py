@@ -163,3 +163,13 @@ def test_costs_are_counted_from_the_trace() -> None:
     assert cost.flops == 2 * 2 * 8 * 16 + 2 * 6 * 7 * 9 * 4 * 5 + 3 * 2 * 2 * 16 * 16
     assert cost.params == 8 * 16 + 9 * 4 * 5
     assert cost.layers == 5
+
+
+def test_a_measurement_says_whether_its_programs_had_been_compiled(
+    tiny: Config, machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    # Read when jax is imported: the worker's, which is another process.
+    first, again = (measure_config(tiny, hardware=machine, repeats=1, seconds=0.05)[0] for _ in range(2))
+    assert (first.from_cache, again.from_cache) == (False, True)
+    assert again.compile_seconds < first.compile_seconds

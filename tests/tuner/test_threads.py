@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import tuner
-from muzerox import UserError
+from muzerox import UserError, usage
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, Workload, hardware_rates
-from tuner import comparison, usage
+from tuner import comparison
 from tuner.bridge import Config, Session, concrete, describe
 from tuner.history import Trial, TuneDir, shared_measurements
 from tuner.loop import space_around
@@ -26,7 +26,7 @@ from tuner.report import pipeline_row, wait_rows
 
 
 def test_a_process_does_not_inherit_the_peak_of_who_started_it() -> None:
-    child = "from tuner import usage; print(usage.peak_bytes())"
+    child = "from muzerox import usage; print(usage.peak_bytes())"
     parent = f"""
 import subprocess, sys
 held = bytearray(1_500_000_000)

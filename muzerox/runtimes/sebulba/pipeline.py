@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from muzerox import usage
 from muzerox.compilation import compile_beside
 from muzerox.config import Config
 from muzerox.errors import RunFailed
@@ -85,7 +86,7 @@ class Pipeline:
         self._interrupted = False
         self._failed: RunFailed | None = None
         self._held: list[Ready] = []  # taken from the queue and not yet learnt from
-        self._process_seconds, self._learner_seconds = time.process_time(), 0.0
+        self._process_seconds, self._learner_seconds, self._simulator_seconds = time.process_time(), 0.0, 0.0
         self.ring = SharedRing(config, ring, storage)
         env_steps = int(self.ring.count.sum()) * config.runtime.num_envs
         pace = make_pace(config)
@@ -195,6 +196,9 @@ class Pipeline:
         pipeline = self._meter.take()
         now = time.process_time()
         pipeline["cpu_process_seconds"], self._process_seconds = now - self._process_seconds, now
+        if self._config.runtime.step_in == "process":
+            now = usage.descendants_cpu_seconds()  # less than before where one was replaced
+            pipeline["cpu_simulators_seconds"], self._simulator_seconds = max(now - self._simulator_seconds, 0.0), now
         pipeline["cpu_learner_seconds"] = self._learner_seconds
         pipeline["bytes_rows"] = pipeline.get("selfplay_count", 0.0) * self.ring.row_bytes
         return Report(

@@ -9,12 +9,17 @@ from pathlib import Path
 
 def cpu_seconds() -> float:
     """Processor seconds so far, those of living descendants included."""
+    return time.process_time() + descendants_cpu_seconds()
+
+
+def descendants_cpu_seconds() -> float:
+    """Processor seconds so far of the processes this one started, and they, as far as they live."""
     tick = os.sysconf("SC_CLK_TCK")
-    return time.process_time() + sum((int(fields[11]) + int(fields[12])) / tick for fields in _descendants().values())
+    return sum((int(fields[11]) + int(fields[12])) / tick for fields in _descendants().values())
 
 
 def peak_bytes() -> float:
-    """The most memory that was ever resident, the peaks of living descendants added to this process's.
+    """The most memory that was ever resident, the peaks of living descendants added to this process's; 0 where nobody tells.
 
     Not ``ru_maxrss``: a process inherits that from whoever started it.
     """
