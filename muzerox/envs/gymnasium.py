@@ -8,7 +8,7 @@ float32, bytes and booleans as they are, a category as one-hot.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium
@@ -92,7 +92,7 @@ class _Codec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    encode: Callable[[Any], np.ndarray]  # [E, ...] of the space -> a new array [E, *shape]
+    encode: Callable[[Sequence], np.ndarray]  # E observations of the space -> a new array [E, *shape]
 
 
 def _codec(space: gymnasium.Space) -> _Codec:
@@ -106,17 +106,10 @@ def _codec(space: gymnasium.Space) -> _Codec:
     raise TypeError(f"its observations are {type(space).__name__}, and must be Box, Discrete or MultiBinary")
 
 
-def _make_vector(name: str, num_envs: int, **options: Any) -> Any:
-    """E instances, checked to be what an agent here can play."""
+def _make(name: str, **options: Any) -> gymnasium.Env:
+    """An instance, checked to be what an agent here can play."""
     try:
-        env = gymnasium.make_vec(
-            name,
-            num_envs=num_envs,
-            vectorization_mode="sync",
-            vector_kwargs={"copy": False, "autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP},
-            disable_env_checker=True,
-            **options,
-        )
+        env = gymnasium.make(name, disable_env_checker=True, **options)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         needs_box2d = "gymnasium.envs.box2d" in str(gymnasium.registry[name.rpartition(":")[2]].entry_point)
         extra = 'pip install "muzerox[box2d]"' if needs_box2d else None
@@ -125,10 +118,10 @@ def _make_vector(name: str, num_envs: int, **options: Any) -> Any:
     except gymnasium.error.Error as error:
         raise EnvironmentUnavailable("env", f"gymnasium:{name}", f"gymnasium cannot make it: {error}") from error
     wrong = None
-    if not isinstance(env.single_action_space, Discrete):
-        wrong = f"its actions are {type(env.single_action_space).__name__}, and must be Discrete"
+    if not isinstance(env.action_space, Discrete):
+        wrong = f"its actions are {type(env.action_space).__name__}, and must be Discrete"
     try:
-        _codec(env.single_observation_space)
+        _codec(env.observation_space)
     except TypeError as error:
         wrong = wrong or str(error)
     if wrong:
@@ -138,29 +131,38 @@ def _make_vector(name: str, num_envs: int, **options: Any) -> Any:
 
 
 def simulators(name: str, num_envs: int, seed: int, **options: Any) -> Simulators:
-    """E instances of ``name``, stepped one after the other in the calling thread; see :func:`make`."""
-    env = _make_vector(name, num_envs, **options)
-    encode = _codec(env.single_observation_space).encode
-    first_action = int(env.single_action_space.start)
+    """E instances of ``name``, stepped one after the other in the calling thread; see :func:`make`.
+
+    gymnasium's own ``SyncVectorEnv`` does the same, and takes as long again as 16 instances of CartPole.
+    """
+    envs = [_make(name, **options) for _ in range(num_envs)]
+    actions: Any = envs[0].action_space
+    first_action = int(actions.start)
+    encode = _codec(envs[0].observation_space).encode
     seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs)]
-    none = np.zeros(num_envs, np.bool_)
 
     def reset() -> Frames:
-        observation, _ = env.reset(seed=seeds[:] or None)  # the first reset seeds; a later one goes on from there
-        seeds.clear()
-        observation = encode(observation)
-        return Frames(observation, np.zeros(num_envs, np.float32), none.copy(), none.copy(), observation.copy())
+        # The first reset seeds; a later one goes on from there.
+        observation = encode([env.reset(seed=seeds.pop(0) if seeds else None)[0] for env in envs])
+        none = np.zeros(num_envs, np.bool_)
+        return Frames(observation, np.zeros(num_envs, np.float32), none, none.copy(), observation.copy())
 
     def step(action: np.ndarray) -> Frames:
-        observation, reward, terminated, truncated, info = env.step(np.asarray(action, np.int64) + first_action)
-        observation = encode(observation)
-        final = observation.copy()
+        chosen = np.asarray(action, np.int64) + first_action
+        led_to = [env.step(choice) for env, choice in zip(envs, chosen, strict=True)]
+        shown, rewards, over, cut, _ = zip(*led_to, strict=True)
+        terminated, truncated, final = np.array(over, np.bool_), np.array(cut, np.bool_), encode(shown)
+        observation = final.copy()
         ended = np.flatnonzero(terminated | truncated)
         if ended.size:
-            final[ended] = encode(np.stack([info["final_obs"][i] for i in ended]))
-        return Frames(observation, reward.astype(np.float32), terminated, truncated & ~terminated, final)
+            observation[ended] = encode([envs[i].reset()[0] for i in ended])
+        return Frames(observation, np.array(rewards, np.float32), terminated, truncated & ~terminated, final)
 
-    return Simulators(int(env.single_action_space.n), reset, step, env.close)
+    def close() -> None:
+        for env in envs:
+            env.close()
+
+    return Simulators(int(actions.n), reset, step, close)
 
 
 def make(name: str, **options: Any) -> HostEnvironment:
@@ -174,13 +176,14 @@ def make(name: str, **options: Any) -> HostEnvironment:
     from muzerox.envs.host import host_environment
     from muzerox.types import EnvSpec
 
-    env = _make_vector(name, 1, **options)
-    codec = _codec(env.single_observation_space)
+    env = _make(name, **options)
+    codec = _codec(env.observation_space)
+    actions: Any = env.action_space
     spec = EnvSpec(
         id=f"gymnasium:{name}",
         observation_shape=codec.shape,
         observation_dtype=codec.dtype,
-        num_actions=int(env.single_action_space.n),
+        num_actions=int(actions.n),
         can_truncate=True,
     )
     env.close()

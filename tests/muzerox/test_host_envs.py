@@ -299,7 +299,7 @@ def test_what_an_extra_installs(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_box2d(*_: Any, **__: Any) -> Any:
         raise gymnasium.error.DependencyNotInstalled("Box2D is not installed")
 
-    monkeypatch.setattr(gymnasium, "make_vec", without_box2d)
+    monkeypatch.setattr(gymnasium, "make", without_box2d)
     with pytest.raises(EnvironmentUnavailable, match=re.escape('pip install "muzerox[box2d]"')):
         make_env("gymnasium:LunarLander-v3")
     monkeypatch.setattr(registry.importlib, "import_module", missing)

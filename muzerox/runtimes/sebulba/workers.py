@@ -110,12 +110,15 @@ def play(shared: Shared, worker: Worker) -> None:
             version, params = shared.parameters.pull(device)
             legal = now.legal if spec.has_legal else None
             choosing = shared.programs.choose(key, np.uint32(number), params, now.observation, legal)
-            if row is not None:  # it is written while the search for the next one runs
+            if row is not None:  # it is written and counted while the search for the next one runs
                 shared.ring.write(index, generation, row, lambda: shared.limiter.commit(index))
+                score += np.where((length % 2 == 0) | (spec.num_players == 1), row.reward, -row.reward)
+                length += 1
+                _count_episodes(shared.episodes, now, score, length)
                 worker.done()
             shared.limiter.reserve(index, generation, num_envs)
             with shared.meter.wait("action"):
-                choice = jax.device_get(choosing)
+                choice = jax.tree.map(np.asarray, choosing)  # jax.device_get takes six times as long where no copy is needed
             shared.meter.observe("acting_staleness", shared.limiter.learned_updates - version)
             with worker.within(config.runtime.step_timeout), shared.meter.wait("environment"):
                 following = batch.step(choice.action)
@@ -130,9 +133,6 @@ def play(shared: Shared, worker: Worker) -> None:
                 final_observation=following.final_observation,
                 random=choice.drawn,
             )
-            score += np.where((length % 2 == 0) | (spec.num_players == 1), following.reward, -following.reward)
-            length += 1
-            _count_episodes(shared.episodes, following, score, length)
             now, number = following, number + 1
     finally:
         batch.close()
