@@ -6,8 +6,9 @@ agent = muzerox.Agent.load("runs/a")
 action = agent.act(observation)
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from muzerox.lazy import lazy_names
 
 if TYPE_CHECKING:
     from muzerox.agent import Agent, evaluate_run
@@ -28,13 +29,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Imports what is asked for when it is asked for: the process of a simulator needs neither JAX nor the rest."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'muzerox' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"muzerox.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -9,10 +9,10 @@ To add a suite, write ``envs/<suite>.py`` and add a row to ``SUITES``; the contr
 - on the host, ``simulators(name, num_envs, seed, **options) -> Simulators``, without JAX and importing none.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from muzerox.envs.registry import SUITES, env_ids, is_host, make_env, not_installed, suite_options, unavailable
+from muzerox.lazy import lazy_names
 
 if TYPE_CHECKING:
     from muzerox.envs.contract import check_env, check_host_env
@@ -42,11 +42,4 @@ _MODULES = {
     "on_host": "host",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Imports what needs JAX when it is asked for: the process of a simulator does without."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'muzerox.envs' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"muzerox.envs.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _MODULES)
