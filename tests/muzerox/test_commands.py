@@ -193,6 +193,7 @@ def test_train_json(tmp_path: Path, tiny_options: list[str]) -> None:
     assert found["env_steps"] >= 600
     assert found["episodes"] == 2
     assert found["updates"] > 0
+    assert 0.1 < found["peak_memory_gib"] < 4.0
     assert "Traceback" not in done.stderr
     assert "WARNING" not in done.stderr
     assert f"saved update {found['updates']}" in done.stderr
@@ -236,7 +237,7 @@ def test_train_prints_a_table(tmp_path: Path, tiny_options: list[str], capsys: p
     assert main(["train", "--out", str(tmp_path / "run"), *tiny_options]) == 0
     captured = capsys.readouterr()
     assert "muzerox train: " in captured.out
-    for name in ("solved", "evaluation", "environment steps/s", "updates/s", "first update after", "return curve"):
+    for name in ("solved", "evaluation", "environment steps/s", "updates/s", "first update after", "peak memory", "return curve"):
         assert name in captured.out
     assert "evaluation at" not in captured.out  # progress goes to stderr
 

@@ -97,6 +97,21 @@ def test_a_run_makes_the_steps_and_updates_it_says(players: int, changes: dict[s
     assert {f"wait_{name}_seconds" for name in names} <= waits
 
 
+def test_processor_seconds_of_simulators_in_processes_are_reported() -> None:
+    config = pipeline_config(train__max_env_steps=100_000, runtime__step_in="process").replace("env", "gymnasium:CartPole-v1")
+    env = make_env(config.env)
+    runtime = make_runtime(config, env, make_algorithm(config, env.spec))
+    state = runtime.init(jax.random.key(0))
+    state, first = runtime.run(state, 1)
+    used = 0.0
+    for _ in range(30):  # a process counts its time in hundredths of a second
+        state, report = runtime.run(state, 20)
+        used += report.pipeline["cpu_simulators_seconds"]
+    runtime.close()
+    assert first.pipeline["cpu_simulators_seconds"] > 0.2  # two interpreters started
+    assert used > 0.0
+
+
 def test_a_snapshot_goes_on_where_it_was_taken() -> None:
     config = pipeline_config(train__max_env_steps=10_000)
     runtime = make(config)
