@@ -173,7 +173,11 @@ class TrainConfig(Section):
     reward_weight: float = knob(1.0, "weight of the reward loss", low=0.0, high=1e4)
     eval_period: int = knob(50_000, "environment steps between evaluations", unit="environment steps", low=1, high=2_000_000_000)
     eval_episodes: int = knob(
-        64, "episodes of an evaluation; as many again confirm one that reaches the target", unit="episodes", low=1, high=100_000
+        64,
+        "episodes of an evaluation; where they reach the target, as many fresh ones must reach it too",
+        unit="episodes",
+        low=1,
+        high=100_000,
     )
     checkpoint_period: float = knob(30.0, "seconds between checkpoints", unit="seconds", low=0.0, high=1e6)
 

@@ -224,14 +224,8 @@ def measure_config(
     Raises:
       UserError: a configuration that this machine cannot be asked for.
     """
-    timing = Timing(config, hardware=hardware, timeout=timeout)
-    with timing.worker:
-        timing.wait()
-        wanted = list(dict.fromkeys([timing.config.runtime.loop_count, *loop_counts]))
-        for _ in range(repeats):
-            for loop_count in wanted:
-                timing.burst(seconds, loop_count)
-        return [timing.measurement(loop_count) for loop_count in wanted]
+    (found,) = measure_group([(config, loop_counts)], hardware=hardware, rounds=repeats, seconds=seconds, timeout=timeout)
+    return found
 
 
 def measure_in_alternation(
@@ -246,15 +240,39 @@ def measure_in_alternation(
 
     ``repeats`` of the results are paired: the n-th of each belong to the same round.
     """
+    group = [(config, ()) for config in configs]
+    return [first for first, *_ in measure_group(group, hardware=hardware, rounds=rounds, seconds=seconds, timeout=timeout)]
+
+
+def measure_group(
+    group: Sequence[tuple[Config, Sequence[int]]],
+    *,
+    hardware: Hardware,
+    rounds: int,
+    seconds: float = BURST_SECONDS,
+    timeout: float = TIMEOUT,
+) -> list[list[Measurement]]:
+    """The same of configurations that are each measured at further loop counts too, in their own processes.
+
+    Args:
+      group: configurations, and the loop counts beside their own.
+
+    Returns:
+      For each configuration its Measurement, and one for each further loop count.
+    """
     timings: list[Timing] = []
+    wanted: list[list[int]] = []
     try:
-        for config in configs:
+        for config, loop_counts in group:
             timings.append(Timing(config, hardware=hardware, timeout=timeout))
             timings[-1].wait()  # one after the other: two compilations at once would fight for the cores
+            wanted.append(list(dict.fromkeys([timings[-1].config.runtime.loop_count, *loop_counts])))
         for index in range(rounds):
             for offset in range(len(timings)):
-                timings[(index + offset) % len(timings)].burst(seconds)
-        return [timing.measurement() for timing in timings]
+                turn = (index + offset) % len(timings)
+                for loop_count in wanted[turn]:
+                    timings[turn].burst(seconds, loop_count)
+        return [[timing.measurement(n) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
     finally:
         for timing in timings:
             timing.worker.stop()

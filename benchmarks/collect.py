@@ -1,0 +1,272 @@
+"""Measures configurations drawn by a space-filling design, for the predictor to learn from and to be judged by.
+
+Every task (environment and runtime) has axes, and every axis its choices; scrambled Sobol points choose among them, so that any
+first part of a collection covers the space evenly. Processes are measured in pairs, burst by burst in alternation; under Anakin a
+process measures a second loop count too. Every eighth process is measured again at the end, in another process: the
+differences are the noise floor. What failed is a row as well.
+
+Rows go to ``data/collected/<kind of machine>.jsonl`` as they are measured. Run it again to go on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import DATA, make_parser, use_device
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+REPEATED = 8  # every so many processes, one is measured again
+console = Console(stderr=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """An environment under a runtime."""
+
+    name: str
+    env: str
+    kind: str
+    axes: dict[str, tuple[Any, ...]]  # beside those of its runtime, or instead
+
+
+_COMMON: dict[str, tuple[Any, ...]] = {
+    "network.width": (16, 32, 64, 128, 256),
+    "network.depth": (1, 2, 3),
+    "network.num_bins": (21, 101),
+    "search.algorithm": ("gumbel", "gumbel", "muzero"),
+    "search.num_simulations": (2, 4, 8, 16, 32, 64),
+    "search.engine": ("mctx", "fused"),
+    "train.batch_size": (32, 64, 128, 256, 512),
+    "train.unroll_steps": (1, 3, 5),
+    "train.td_steps": (1, 5, 10, 40),
+    "train.replay_ratio": (0.5, 1.0, 2.0, 4.0, 8.0),
+    "train.reanalyze_fraction": (0.0, 0.0, 0.25, 0.5, 1.0),
+    "replay.capacity": (2**16, 2**17, 2**18),
+    "replay.kind": ("prioritized", "prioritized", "uniform"),
+    "replay.placement": ("device", "host"),
+    "precision.level": ("O0", "O0", "O1", "O2"),
+}
+_ANAKIN = _COMMON | {
+    "runtime.num_envs": (8, 16, 32, 64, 128, 256, 512),
+    "runtime.loop_count": (1, 2, 4, 8, 16, 32, 64),
+    "search.split": (1, 1, 2, 4),
+}
+_SEBULBA = _COMMON | {
+    "runtime.num_envs": (4, 8, 16, 32, 64),
+    "runtime.loop_count": (1, 2, 4, 8, 16),
+    "runtime.selfplay_workers": (1, 2, 3, 4),
+    "runtime.cpu_actors": (1, 2, 4),
+    "runtime.search_queue_size": (1, 2, 4, 8),
+    "runtime.batch_queue_size": (1, 2, 4, 8, 16),
+}
+_GRID = {"network.width": (8, 16, 32), "network.depth": (1, 2)}
+_MORE = {  # where there is an accelerator
+    "network.width": (512, 1024),
+    "search.num_simulations": (128,),
+    "train.batch_size": (1024, 2048),
+    "runtime.num_envs": (1024, 2048, 4096),
+}
+TASKS = (
+    Task("vector", "gymnax:CartPole-v1", "anakin", _ANAKIN),
+    Task("host", "gymnasium:CartPole-v1", "sebulba", _SEBULBA | {"runtime.step_in": ("thread", "process")}),
+    Task("image", "gymnax:Breakout-MinAtar", "anakin", _ANAKIN | _GRID),
+    Task("vector, threads", "gymnax:CartPole-v1", "sebulba", _SEBULBA),
+    Task("board", "pgx:connect_four", "anakin", _ANAKIN | _GRID),
+    Task("image, threads", "gymnax:Breakout-MinAtar", "sebulba", _SEBULBA | _GRID),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One process to be measured."""
+
+    task: Task
+    index: int  # among the task's Sobol points, those left out counted
+    repeat: int  # 0, or 1 when it is measured again
+    config: Any
+    loop_counts: tuple[int, ...]  # further ones of the same process
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells its rows apart from another's."""
+        return self.task.name, self.index, self.repeat
+
+
+def choices_of(task: Task, hardware: Any) -> dict[str, tuple[Any, ...]]:
+    """The axes of a task on a machine."""
+    axes = dict(task.axes)
+    if hardware.platform != "cpu":
+        axes |= {name: axes[name] + more for name, more in _MORE.items()}
+    cores = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= hardware.cores]
+    return axes | {"allocation.cores": tuple(cores)}
+
+
+def points_of(seed: int, task: Task, hardware: Any, most_seconds: float) -> Iterator[Point]:
+    """The task's processes, without end; those that contradict themselves or would take too long are left out."""
+    from scipy.stats import qmc
+
+    from predictor import RuntimePredictor
+    from tuner.bridge import Config, ConfigError, concrete, describe
+
+    axes, model = choices_of(task, hardware), RuntimePredictor()
+    sobol = qmc.Sobol(len(axes), seed=seed)
+    base = Config.preset(task.env).replace("runtime.kind", task.kind)
+    for index in itertools.count():
+        drawn = sobol.random(1)[0]
+        changes = {name: choices[int(x * len(choices))] for (name, choices), x in zip(axes.items(), drawn, strict=True)}
+        try:
+            config = concrete(base.replace(changes), hardware.platform)
+        except ConfigError:
+            continue
+        expected = model.predict(describe(config), hardware)
+        if max(1.0 / expected.updates_per_second, expected.warmup_seconds) > most_seconds:
+            continue
+        further: tuple[int, ...] = ()
+        if task.kind == "anakin":
+            loop_count = config.runtime.loop_count
+            further = (max(axes["runtime.loop_count"], key=lambda n: abs(math.log(n / loop_count))),)
+        yield Point(task, index, 0, config, further)
+
+
+def design(count: int, hardware: Any, most_seconds: float) -> Iterator[Point]:
+    """Processes, of all tasks in turns, that give ``count`` configurations, then those measured again."""
+    streams = [points_of(seed, task, hardware, most_seconds) for seed, task in enumerate(TASKS)]
+    found: list[Point] = []
+    while sum(1 + len(point.loop_counts) for point in found) < count:
+        found.append(next(streams[len(found) % len(streams)]))
+        yield found[-1]
+    for point in found[::REPEATED]:
+        yield dataclasses.replace(point, repeat=1)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a collection; a last line that a kill cut short is left out, and cut off."""
+    if not file.exists():
+        return []
+    text = file.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if whole != text:
+        os.truncate(file, len(whole))
+    rows = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise SystemExit(f"{file}:{number}: not a row: {line[:80]!r}") from None
+    return rows
+
+
+def append(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Adds rows and returns when they are on disk."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as out:
+        out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def measure(pair: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, Any]]:
+    """The rows of processes that are measured in alternation."""
+    from tuner.measure import measure_group
+
+    group = [(point.config, point.loop_counts) for point in pair]
+    measured = measure_group(group, hardware=hardware, rounds=args.rounds, seconds=args.seconds, timeout=args.timeout)
+    return [
+        {
+            "task": point.task.name,
+            "index": point.index,
+            "repeat": point.repeat,
+            "config": point.config.replace("runtime.loop_count", int(found.workload.loop_count)).to_dict(),
+            "measurement": found.to_dict(),
+        }
+        for point, several in zip(pair, measured, strict=True)
+        for found in several
+    ]
+
+
+def collect(rows: list[dict[str, Any]], hardware: Any, args: Any, file: Path) -> None:
+    """Measures what ``rows`` lack of the design; adds it to them, and to the file."""
+    done = {(row["task"], row["index"], row["repeat"]) for row in rows}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("configurations", total=args.count)
+        points = design(args.count, hardware, args.most)
+        while pair := list(itertools.islice((point for point in points if point.key not in done), 2)):
+            new = measure(pair, hardware, args)
+            append(file, new)
+            rows += new
+            progress.update(bar, completed=sum(row["repeat"] == 0 for row in rows))
+
+
+def differences(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """|log| of the ratio of seconds, of every configuration that ran twice."""
+    seconds: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        if (value := row["measurement"].get("seconds_per_env_step")) is not None:
+            key = row["task"], row["index"], row["config"]["runtime"]["loop_count"]
+            seconds.setdefault(key, []).append(value)
+    return [abs(math.log(pair[1] / pair[0])) for pair in seconds.values() if len(pair) == 2]
+
+
+def show(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """The table at the end."""
+    table = Table(title=f"{file}: {len(rows)} rows")
+    for column in ("task", "measured", "failed", "again", "steps/s, median", "least", "most", "noise, median"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for name in [*(task.name for task in TASKS), None]:
+        own = [row for row in rows if name in (None, row["task"])]
+        rates = [row["measurement"]["env_steps_per_second"] for row in own if row["measurement"]["outcome"] == "ok"]
+        noise = differences(own)
+        spread = (statistics.median(rates), min(rates), max(rates)) if rates else ()
+        table.add_row(
+            name or "all",
+            str(sum(row["repeat"] == 0 for row in own)),
+            str(len(own) - len(rates)),
+            str(sum(row["repeat"] for row in own)),
+            *(f"{x:,.0f}" for x in spread),
+            *[""] * (3 - len(spread)),
+            f"{statistics.median(noise):.1%}" if noise else "",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--count", type=int, default=240, help="configurations, those measured again not counted")
+    parser.add_argument("--rounds", type=int, default=5, help="timed bursts of each")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of a burst, about")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that compiling, or a burst, may take")
+    parser.add_argument("--most", type=float, default=2.0, help="seconds an update may take by the predictor; above, left out")
+    parser.add_argument("--out", type=Path, default=DATA / "collected", help="folder of the rows")
+    args = parser.parse_args()
+    if args.count < 1 or args.rounds < 1:
+        parser.error(f"--count ({args.count}) and --rounds ({args.rounds}) must be at least 1")
+    use_device(args.device)
+
+    from tuner.fingerprint import fingerprint
+
+    hardware = fingerprint()
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # the device is for those who are measured
+    file = args.out / f"{hardware.id}.jsonl"
+    rows = read(file)
+    try:
+        collect(rows, hardware, args, file)
+    except KeyboardInterrupt:
+        console.print("stopped; run it again to go on")
+    show(rows, file)
+
+
+if __name__ == "__main__":
+    main()
