@@ -5,7 +5,8 @@ first part of a collection covers the space evenly. Processes are measured in pa
 process measures a second loop count too. Every eighth process is measured again at the end, in another process: the
 differences are the noise floor. What failed is a row as well.
 
-Rows go to ``data/collected/<kind of machine>.jsonl`` as they are measured. Run it again to go on where it was stopped.
+Rows go to ``collected/<kind of machine>.jsonl`` as they are measured, with ``--record`` to the one under ``data/``. Run it again
+to go on where it was stopped.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def points_of(seed: int, task: Task, hardware: Any, most_seconds: float) -> Iter
         changes = {name: choices[int(x * len(choices))] for (name, choices), x in zip(axes.items(), drawn, strict=True)}
         try:
             config = concrete(base.replace(changes), hardware.platform)
-        except ConfigError:
+        except ConfigError:  # choices that exclude one another, such as a split that does not divide the environments
             continue
         expected = model.predict(describe(config), hardware)
         if max(1.0 / expected.updates_per_second, expected.warmup_seconds) > most_seconds:
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="of a burst, about")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that compiling, or a burst, may take")
     parser.add_argument("--most", type=float, default=2.0, help="seconds an update may take by the predictor; above, left out")
-    parser.add_argument("--out", type=Path, default=DATA / "collected", help="folder of the rows")
+    parser.add_argument("--out", type=Path, help="folder of the rows (default: collected, here or with --record under data)")
     args = parser.parse_args()
     if args.count < 1 or args.rounds < 1:
         parser.error(f"--count ({args.count}) and --rounds ({args.rounds}) must be at least 1")
@@ -259,7 +260,7 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # the device is for those who are measured
-    file = args.out / f"{hardware.id}.jsonl"
+    file = (args.out or (DATA if args.record else Path()) / "collected") / f"{hardware.id}.jsonl"
     rows = read(file)
     try:
         collect(rows, hardware, args, file)
