@@ -233,6 +233,14 @@ class RuntimeConfig(Section):
         1, "sebulba: devices that make targets and reanalyze; also where the replay lies", unit="devices", low=1, high=100_000
     )
     learning_devices: int = knob(1, "sebulba: devices that an update's batch is split over", unit="devices", low=1, high=100_000)
+    role_threads: int = knob(
+        0,
+        "sebulba on a CPU: threads of XLA that self-play has to itself, and targets and learning together; 0: all share as many "
+        "as there are cores. Small networks are faster with 1, which no operation is handed between",
+        unit="threads",
+        low=0,
+        high=4096,
+    )
     step_in: str = knob(
         "thread",
         "sebulba: where a self-play worker's environments step: in its thread, or in a process of their own, which can be ended "

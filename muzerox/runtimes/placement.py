@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 import jax
@@ -29,8 +31,12 @@ def assign(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], 
 
     Where there are enough, no device has two roles. Where there are not, searching shares the acting devices; where that is not
     enough either, every role starts from the first device. Raises ConfigError when a role asks for more than there are.
+
+    On a CPU with ``runtime.role_threads`` the devices are made for the roles, and are not among ``jax.devices()``.
     """
     devices = jax.devices()
+    if runtime.role_threads and devices[0].platform == "cpu":
+        return _with_own_threads(runtime)
     roles = {f"{role}_devices": getattr(runtime, f"{role}_devices") for role in ("acting", "searching", "learning")}
     for name, count in roles.items():
         if count > len(devices):
@@ -43,6 +49,39 @@ def assign(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], 
     else:
         first, last = 0, 0
     return devices[:acting], devices[first : first + searching], devices[last : last + learning]
+
+
+def _with_own_threads(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], list[jax.Device]]:
+    """CPU devices with threads of their own; those that search learn too."""
+    threads, searching, learning = runtime.role_threads, runtime.searching_devices, runtime.learning_devices
+    acting = [cpu_devices(threads, index, 1)[0] for index in range(runtime.acting_devices)]
+    others = list(cpu_devices(threads, -1, max(searching, learning)))
+    return acting, others[:searching], others[:learning]
+
+
+@functools.cache
+def cpu_devices(threads: int, which: int, count: int) -> tuple[jax.Device, ...]:
+    """``count`` CPU devices of a backend of their own, whose programs run on ``threads`` threads for each of them.
+
+    The backend lives as long as the process; the same arguments give the same devices.
+    """
+    from jaxlib import xla_client  # JAX itself makes one backend a platform
+
+    jax.devices()  # its own, before the number of threads is changed
+    before = os.environ.get("NPROC")
+    os.environ["NPROC"] = str(threads * count)  # read when a backend is made, and only then
+    try:
+        return tuple(xla_client.make_cpu_client(asynchronous=True, num_devices=count).local_devices())
+    finally:
+        if before is None:
+            del os.environ["NPROC"]
+        else:
+            os.environ["NPROC"] = before
+
+
+def is_own(device: jax.Device) -> bool:
+    """It was made by :func:`assign`: JAX's defaults do not reach it."""
+    return device.client is not jax.devices(device.platform)[0].client
 
 
 def memory(mesh: Mesh) -> int | None:

@@ -59,7 +59,8 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     acting, searching, learning = placement.assign(config.runtime)
     everywhere, shards = placement.learner_shardings(learning)
     programs = make_programs(config, spec, algorithm, everywhere, shards)
-    storage = searching[0] if config.replay.placement == "device" else jax.devices("cpu")[0]
+    on_device = config.replay.placement == "device" and not placement.is_own(searching[0])
+    storage = searching[0] if on_device else jax.devices("cpu")[0]
     _check_memory(config, jax.eval_shape(lambda: ring.init(config, spec)), storage)
     pace = make_pace(config)
     running: list[Pipeline] = []
@@ -97,7 +98,10 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     def run(state: RunState, n: int, loop_count: int = config.runtime.loop_count) -> tuple[RunState, Report]:
         pipeline = adopt(state) if state.replay is not None else running[0]
         report = pipeline.learn(n * loop_count)
-        state = state.replace(learner=pipeline.learner, replay=None, steps=jnp.int32(report.env_steps))
+        learner = pipeline.learner
+        if placement.is_own(learning[0]):  # those who evaluate and save use JAX's devices
+            learner = jax.device_put(learner, jax.devices()[0])
+        state = state.replace(learner=learner, replay=None, steps=jnp.int32(report.env_steps))
         return state, report
 
     def prefill(state: RunState) -> RunState:

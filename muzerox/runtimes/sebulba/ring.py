@@ -1,12 +1,12 @@
 """The replay that self-play workers write and cpu actors sample, at the same time.
 
-Rows lie in one ring on one device, as under Anakin, but every worker has columns and a cursor of its own, so that nobody waits
+Rows lie in one ring in one place, as under Anakin, but every worker has columns and a cursor of its own, so that nobody waits
 for anybody's environments. Priorities lie on the host, where contexts are drawn: a context holds indices, never observations.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from flax import struct
 from muzerox.config import Config
 from muzerox.replay import SMALLEST_PRIORITY, Sample
 from muzerox.runtimes.sebulba.queues import Replaced
+from muzerox.runtimes.sebulba.rows import make_rows
 from muzerox.types import EnvSpec, Transition
 
 
@@ -67,22 +68,6 @@ def init(config: Config, spec: EnvSpec) -> RingState:
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(storage: Transition, row: Transition, cursor: jax.Array, column: jax.Array) -> Transition:
-    """The ring with ``row`` (leaves [E, ...]) at a row and from a column on."""
-
-    def write(ring: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(ring, new[None].astype(ring.dtype), (cursor, column) + (0,) * (ring.ndim - 2))
-
-    return jax.tree.map(write, storage, row)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _cut(truncated: jax.Array, terminated: jax.Array, cursor: jax.Array, columns: jax.Array) -> jax.Array:
-    """``truncated`` with the episodes of ``columns`` [E] that go on at a row cut there."""
-    return truncated.at[cursor, columns].set(~terminated[cursor, columns])
-
-
 class SharedRing:
     """A ring in use by several threads.
 
@@ -92,17 +77,18 @@ class SharedRing:
 
     def __init__(self, config: Config, state: RingState, device: jax.Device):
         self._config, self._device = config, device
-        # Two locks, held briefly, the first before the second: of rows on the device (and who may write them), and of priorities
-        # and counts on the host. Draws take neither: at worst they see a priority that has just changed.
+        # Two locks, held briefly, the first before the second: of rows (and who may write them), and of priorities and counts.
+        # Draws take neither: at worst they see a priority that has just changed.
         self._rows_lock, self._host_lock = threading.Lock(), threading.Lock()
-        self._storage: Transition = jax.device_put(state.storage, device)
+        self._rows = make_rows(state.storage, device)
         self._priority = np.array(state.priority)
         self._max_priority = float(state.max_priority)
         self._count = np.array(state.count, np.int64)
+        self._begun = self._count.copy()  # rows whose writing has begun
         self._generation = [0] * len(self._count)
-        self._rows, self._num_envs = len(self._priority), config.runtime.num_envs
-        self._row_priority = self._priority.reshape(self._rows, len(self._count), -1).sum(-1)  # [C, W]
-        self.row_bytes = sum(x.nbytes // self._rows for x in jax.tree.leaves(self._storage)) // len(self._count)
+        self._length, self._num_envs = len(self._priority), config.runtime.num_envs
+        self._row_priority = self._priority.reshape(self._length, len(self._count), -1).sum(-1)  # [C, W]
+        self.row_bytes = sum(x.nbytes // self._length for x in jax.tree.leaves(state.storage)) // len(self._count)
 
     @property
     def count(self) -> np.ndarray:
@@ -117,10 +103,8 @@ class SharedRing:
         with self._rows_lock:
             self._generation[worker] += 1
             if self._count[worker]:
-                cursor = np.int32((self._count[worker] - 1) % self._rows)
-                columns = np.arange(self._num_envs, dtype=np.int32) + np.int32(worker * self._num_envs)
-                truncated = _cut(self._storage.truncated, self._storage.terminated, cursor, columns)
-                self._storage = self._storage.replace(truncated=truncated)
+                last = int((self._count[worker] - 1) % self._length)
+                self._rows.cut(last, worker * self._num_envs, self._num_envs)
             return self._generation[worker]
 
     def write(self, worker: int, generation: int, row: Transition, commit: Callable[[], None]) -> None:
@@ -132,8 +116,9 @@ class SharedRing:
         with self._rows_lock:
             if generation != self._generation[worker]:
                 raise Replaced
-            cursor = int(self._count[worker] % self._rows)
-            self._storage = _write(self._storage, row, np.int32(cursor), np.int32(column))
+            cursor = int(self._count[worker] % self._length)
+            self._begun[worker] = self._count[worker] + 1
+            self._rows.write(row, cursor, column)
             with self._host_lock:
                 self._priority[cursor, column : column + self._num_envs] = self._max_priority
                 self._row_priority[cursor, worker] = self._max_priority * self._num_envs
@@ -176,7 +161,7 @@ class SharedRing:
         """Each slot's row counted from the worker's first, int64 [C, W], and its priority where a sequence can start there."""
         count = self._count.copy()[None, :]
         last = count - 1
-        row = last - (last - np.arange(self._rows)[:, None]) % self._rows  # the newest that lies in the slot; negative: none yet
+        row = last - (last - np.arange(self._length)[:, None]) % self._length  # the newest that lies in the slot; negative: none yet
         can_start = (row >= 0) & (row <= count - self._config.sequence_length)
         return row, np.where(can_start, self._row_priority, 0.0).astype(np.float64)
 
@@ -187,15 +172,25 @@ class SharedRing:
           The starts really read, what was gathered, and how many had been overwritten since they were drawn: those are moved to
           the oldest sequence their environment still has.
         """
-        worker = start.column // self._num_envs
-        with self._rows_lock:
-            oldest = np.maximum(self._count[worker] - self._rows, 0)
-            late = int((start.row < oldest).sum())
-            start = start._replace(row=np.maximum(start.row, oldest))
-            row: Any = (start.row % self._rows).astype(np.int32)  # NumPy: the program takes it as it is
-            column: Any = start.column
-            importance: Any = start.importance
-            return start, gather(self._storage, Sample(row, column, importance)), late
+        late = 0
+        while True:
+            # Rows that are written in place are read without the lock, which would hold self-play up.
+            with contextlib.nullcontext() if self._rows.in_place else self._rows_lock:
+                start, moved = self._still_there(start)
+                late += moved
+                row: Any = (start.row % self._length).astype(np.int32)  # NumPy: the program takes it as it is
+                column: Any = start.column
+                importance: Any = start.importance
+                sample = Sample(row, column, importance)
+                gathered = self._rows.read(lambda storage: gather(storage, sample))  # noqa: B023, called at once
+            if not self._rows.in_place or self._still_there(start)[1] == 0:
+                return start, gathered, late
+
+    def _still_there(self, start: Start) -> tuple[Start, int]:
+        """``start`` without rows that are overwritten, or just being so, and how many of those there were."""
+        oldest = np.maximum(self._begun[start.column // self._num_envs] - self._length, 0)
+        late = int((start.row < oldest).sum())
+        return (start._replace(row=np.maximum(start.row, oldest)) if late else start), late
 
     def update_priority(self, start: Start, error: np.ndarray) -> None:
         """Sets priorities from ``error`` [B] float32, absolute value errors; of rows overwritten since, nothing is set."""
@@ -207,8 +202,8 @@ class SharedRing:
         row, column, raised = start.row[order], start.column[order], raised[order]
         worker = column // self._num_envs
         with self._host_lock:
-            there = row >= self._count[worker] - self._rows
-            slot, column, worker, raised = row[there] % self._rows, column[there], worker[there], raised[there]
+            there = row >= self._count[worker] - self._length
+            slot, column, worker, raised = row[there] % self._length, column[there], worker[there], raised[there]
             if not len(raised):
                 return
             self._priority[slot, column] = raised
@@ -220,7 +215,7 @@ class SharedRing:
         """A copy on the host."""
         with self._rows_lock, self._host_lock:
             return RingState(
-                storage=jax.tree.map(np.array, self._storage),
+                storage=self._rows.copy(),
                 priority=self._priority.copy(),
                 max_priority=np.float32(self._max_priority),
                 count=self._count.astype(np.int32),

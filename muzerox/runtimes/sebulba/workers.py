@@ -201,7 +201,8 @@ class SearchBody:
         if late:
             shared.meter.add("overwritten_starts", late)
         version, params = shared.parameters.pull(self._device, target=True)
-        batch, reread = placement.put((batch, reread), self._device)
+        if isinstance(batch.action, jax.Array):  # NumPy arrays are taken by the program as they are
+            batch, reread = placement.put((batch, reread), self._device)
         made = programs.target(self._key, np.uint32(context.number), params, batch, reread)
         with shared.meter.wait("targets"):
             made = jax.block_until_ready(placement.put(made, shared.batch_sharding))
