@@ -69,6 +69,7 @@ _SEBULBA = _COMMON | {
     "runtime.cpu_actors": (1, 2, 4),
     "runtime.search_queue_size": (1, 2, 4, 8),
     "runtime.batch_queue_size": (1, 2, 4, 8, 16),
+    "runtime.role_threads": (0, 1, 2),
 }
 _GRID = {"network.width": (8, 16, 32), "network.depth": (1, 2)}
 _MORE = {  # where there is an accelerator

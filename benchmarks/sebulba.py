@@ -24,6 +24,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "runtime.batch_queue_size": (1, 2, 4, 8, 16, 32),
     "runtime.loop_count": (1, 2, 4, 8, 16, 32),
     "runtime.selfplay_workers": (1, 2, 3, 4, 6),
+    "runtime.role_threads": (0, 1, 2),
     "runtime.num_envs": (8, 16, 32, 64, 128),
 }
 WAITS = ("step_put", "context_put", "search_put", "search_get", "batch_put", "batch_get")

@@ -43,6 +43,7 @@ RESUMABLE = (
     "runtime.cpu_actors",
     "runtime.search_queue_size",
     "runtime.batch_queue_size",
+    "runtime.role_threads",
     "runtime.step_in",
     "runtime.step_timeout",
     "runtime.max_failures",

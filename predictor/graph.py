@@ -171,6 +171,7 @@ def _node_quantities(w: Workload, hardware: Rates, stage_seconds: jax.Array) -> 
             w.num_devices,
             w.sebulba,
             w.acting_devices,
+            w.role_threads,
             analytic.matmul_rate(w, hardware) * hardware.operation_seconds,  # work that one small operation is worth
             hardware.copy_bytes_per_second * hardware.operation_seconds,
             hardware.dispatch_seconds / hardware.operation_seconds,

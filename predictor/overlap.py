@@ -31,6 +31,7 @@ _ROLES["selfplay"] += ("host_steps", "host_rows")
 _PYTHON = ("host_rows", "contexts", "ready", "dispatch")  # hold Python's lock; environments that step in a thread do, too
 _SPREAD = ("acting_flops", "learner_flops")  # one thread's product takes every core already
 _JITTER = 0.25  # share of its time that a thread with a single slot before it waits, as neither it nor its neighbour is steady
+_HANDED = 0.25  # of the processor time of small operations, what XLA takes to hand them from one thread to another
 _SWITCH = 0.02  # of the work, for each thread beyond the cores
 
 
@@ -52,6 +53,9 @@ _GROUPS = {
     "python": _PYTHON,
     "steps": ("host_steps",),
     "spread": _SPREAD,
+    "acting": _SPREAD[:1],
+    "learning": _SPREAD[1:],
+    "targets": ("reanalysis",),  # beside the learner on its devices
     "narrow": tuple(name for name in _DEVICE if name not in _SPREAD),
     "all": STAGES,
 }
@@ -72,13 +76,18 @@ def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax
     alone = jnp.where((on_host > 0.0) | apart, 0.0, 1.0)  # one device for all programs
     threads = w.selfplay_workers + w.cpu_actors + w.searching_devices + 1.0
     switching = 1.0 + _SWITCH * jnp.maximum(threads - cores, 0.0)
+    # Roles with threads of their own have no more than those, and learning shares its threads with targets.
+    own = jnp.where((on_host > 0.0) & (jnp.asarray(w.role_threads) > 0.0), 1.0, 0.0)
+    slower = own * jnp.maximum(cores / jnp.maximum(w.role_threads, 1.0) - 1.0, 0.0)
+    at_once = jnp.where(own > 0.0, jnp.minimum(at_once, w.role_threads * w.acting_devices), at_once)
+    kept = 1.0 - _HANDED * own * jnp.where(cores > 1.0, 1.0, 0.0)
     host = group["python"] + group["steps"]
-    on_cores = on_host * (group["spread"] + group["narrow"] / cores) + host / cores
+    on_cores = on_host * (group["spread"] + kept * group["narrow"] / cores) + host / cores
     threaded = (
-        group["selfplay"] / at_once,
+        (group["selfplay"] + slower * group["acting"]) / at_once,
         group["context"] / jnp.maximum(w.cpu_actors, 1.0),
         group["search"] * (1.0 + _JITTER / (w.search_queue_size + 1.0)) / jnp.maximum(w.searching_devices, 1.0),
-        group["learner"] * (1.0 + _JITTER / (w.batch_queue_size + 1.0)),
+        (group["learner"] + slower * group["learning"] + own * group["targets"]) * (1.0 + _JITTER / (w.batch_queue_size + 1.0)),
         group["python"] + group["steps"] * (1.0 - jnp.asarray(w.step_in_process)),
         alone * (group["spread"] + group["narrow"]),
         on_cores * switching,

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-SCHEMA = 2  # of what is stored: another number is another version's, and is not read
+SCHEMA = 3  # of what is stored: another number is another version's, and is not read
 
 
 class Outcome(enum.StrEnum):
@@ -167,6 +167,7 @@ class Workload(_Record):
     acting_devices: float
     searching_devices: float  # each has a thread that makes targets and reanalyzes
     learning_devices: float
+    role_threads: float  # of XLA on a CPU, that self-play has to itself, and those who search and learn; 0: all are shared
     step_in_process: float  # 1: each worker's environments step in a process of their own
     host_step_seconds: float  # of one environment in Python or C; 0 where it is a program of the device
     # hardware it runs on

@@ -138,6 +138,8 @@ def valid(config: Config, path: str, value: Any, platform: str) -> bool:
     """Whether the configuration may take ``value`` at ``path`` on a machine of ``platform``, other knobs aside."""
     if path == "replay.placement" and value == "host" and platform == "cpu":
         return False  # the device's memory is the host's
+    if path == "runtime.role_threads" and value and (platform != "cpu" or value > (config.allocation.cores or value)):
+        return False  # only a CPU has threads to give
     try:
         free = _TOGETHER if path in ("runtime.num_envs", "runtime.selfplay_workers") else {}
         changed = config.replace({**free, path: value})
@@ -207,6 +209,7 @@ def _describe_runtime(config: Config) -> dict[str, float]:
         "sebulba": float(sebulba),
         "selfplay_workers": float(config.selfplay_workers),
         **{name: float(getattr(runtime, name)) if sebulba else 0.0 for name in names},
+        "role_threads": float(runtime.role_threads) if sebulba else 0.0,
         "step_in_process": float(sebulba and runtime.step_in == "process"),
         "host_step_seconds": host_step_seconds(config.env),
         "num_devices": 1.0 if sebulba else float(runtime.num_devices),

@@ -121,6 +121,16 @@ KNOBS = (
         fine=True,
     ),
     Knob(
+        path="runtime.role_threads",
+        choices=(0, 1, 2, 4, 8),
+        scale="name",
+        feeds="hardware",
+        cost="rebuild",
+        effect="neutral",  # sums in another order
+        fields=_field("role_threads"),
+        runtime="sebulba",
+    ),
+    Knob(
         path="runtime.step_in",
         choices=("thread", "process"),
         scale="name",

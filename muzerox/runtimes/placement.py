@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from muzerox.allocation import available_memory
+from muzerox.allocation import available_cores, available_memory
 from muzerox.config import ReplayConfig
 from muzerox.errors import ConfigError
 from muzerox.replay import ReplayState
 from muzerox.sections import RuntimeConfig
 
+log = logging.getLogger("muzerox.placement")
 AXIS = "data"  # environments, replay columns and batches are split over it
 
 
@@ -35,12 +37,14 @@ def assign(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], 
     On a CPU with ``runtime.role_threads`` the devices are made for the roles, and are not among ``jax.devices()``.
     """
     devices = jax.devices()
-    if runtime.role_threads and devices[0].platform == "cpu":
-        return _with_own_threads(runtime)
+    made = bool(runtime.role_threads) and devices[0].platform == "cpu"
+    there, what = (len(available_cores()), "cores") if made else (len(devices), "devices")
     roles = {f"{role}_devices": getattr(runtime, f"{role}_devices") for role in ("acting", "searching", "learning")}
-    for name, count in roles.items():
-        if count > len(devices):
-            raise ConfigError(f"runtime.{name}", count, f"this machine has {len(devices)}", len(devices))
+    for name, count in (roles | {"role_threads": runtime.role_threads if made else 0}).items():
+        if count > there:
+            raise ConfigError(f"runtime.{name}", count, f"this machine has {there} {what}", there)
+    if made:
+        return _with_own_threads(runtime)
     acting, searching, learning = roles.values()
     if sum(roles.values()) <= len(devices):
         first, last = acting, acting + searching
@@ -54,24 +58,27 @@ def assign(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], 
 def _with_own_threads(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], list[jax.Device]]:
     """CPU devices with threads of their own; those that search learn too."""
     threads, searching, learning = runtime.role_threads, runtime.searching_devices, runtime.learning_devices
-    acting = [cpu_devices(threads, index, 1)[0] for index in range(runtime.acting_devices)]
-    others = list(cpu_devices(threads, -1, max(searching, learning)))
+    acting = [cpu_devices(f"acting {index}", threads, 1)[0] for index in range(runtime.acting_devices)]
+    others = list(cpu_devices("learning", threads, max(searching, learning)))
     return acting, others[:searching], others[:learning]
 
 
 @functools.cache
-def cpu_devices(threads: int, which: int, count: int) -> tuple[jax.Device, ...]:
+def cpu_devices(role: str, threads: int, count: int) -> tuple[jax.Device, ...]:
     """``count`` CPU devices of a backend of their own, whose programs run on ``threads`` threads for each of them.
 
-    The backend lives as long as the process; the same arguments give the same devices.
+    The backend lives as long as the process, as JAX's own does. The same arguments give the same devices, and another ``role``
+    others.
     """
+    log.debug("%d CPU devices of %d threads each, for %s", count, threads, role)
     from jaxlib import xla_client  # JAX itself makes one backend a platform
 
     jax.devices()  # its own, before the number of threads is changed
     before = os.environ.get("NPROC")
     os.environ["NPROC"] = str(threads * count)  # read when a backend is made, and only then
     try:
-        return tuple(xla_client.make_cpu_client(asynchronous=True, num_devices=count).local_devices())
+        backend: Any = xla_client.make_cpu_client(asynchronous=True, num_devices=count)
+        return tuple(backend.local_devices())
     finally:
         if before is None:
             del os.environ["NPROC"]

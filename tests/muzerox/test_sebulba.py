@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 from toys import counting_env, small_config
 
+import muzerox
 from muzerox.algorithms import make_algorithm
+from muzerox.allocation import available_cores
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.envs.host import on_host
 from muzerox.errors import ConfigError, RunFailed
-from muzerox.runtimes import make_runtime, sebulba
+from muzerox.runtimes import make_runtime, placement, sebulba
 from muzerox.runtimes.sebulba import RunState
 from muzerox.types import HostBatch, HostEnvironment, Runtime
 
@@ -95,6 +98,55 @@ def test_a_run_makes_the_steps_and_updates_it_says(players: int, changes: dict[s
     assert report.pipeline["batch_staleness_mean"] >= 0.0
     names = ("context_put", "search_put", "search_get", "batch_put", "batch_get", "step_put", "parameters_get")
     assert {f"wait_{name}_seconds" for name in names} <= waits
+
+
+def test_roles_with_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NPROC", raising=False)
+    changes = {"runtime__role_threads": 1, "runtime__acting_devices": 2, "train__reanalyze_fraction": 0.5}
+    config = pipeline_config(train__max_env_steps=600, runtime__learning_devices=2, **changes)
+    acting, searching, learning = placement.assign(config.runtime)
+    assert acting + learning == list(dict.fromkeys(acting + learning)), "four devices"
+    assert searching == learning[:1]
+    assert len({device.client for device in acting + learning}) == 3  # an update's batch is split within one of them
+    assert all(placement.is_own(device) for device in acting + learning)
+    assert not set(jax.devices()) & set(acting + learning)
+    assert placement.assign(config.runtime) == (acting, searching, learning)
+    assert "NPROC" not in os.environ
+    runtime = make(config)
+    state, report = runtime.run(runtime.init(jax.random.key(0)), 20)
+    assert report.updates == 60
+    assert {d for x in jax.tree.leaves(state.learner) for d in x.devices()} == {jax.devices()[0]}
+    saved = jax.tree.map(np.asarray, runtime.snapshot(state).replace(key=None))
+    runtime.close()
+    assert check_rows(saved) * 4 == saved.env_steps
+    again = make(config)  # and it goes on from there
+    _, report = again.run(saved.replace(key=jax.random.key(1)), 5)
+    again.close()
+    assert report.updates == 75
+
+
+@pytest.mark.parametrize(("name", "value"), [("role_threads", 1000), ("acting_devices", 1000), ("learning_devices", 8)])
+def test_roles_get_no_more_threads_than_there_are_cores(name: str, value: int) -> None:
+    changes = {"runtime__role_threads": 1, "train__batch_size": 8, f"runtime__{name}": value}
+    cores = len(available_cores())
+    config = pipeline_config(**changes)
+    if value <= cores:
+        pytest.skip("a machine of eight cores or more")
+    with pytest.raises(ConfigError, match=f"this machine has {cores} cores"):
+        placement.assign(config.runtime)
+
+
+def test_a_run_with_threads_of_its_roles_is_evaluated_saved_and_resumed(tmp_path: Path) -> None:
+    config = pipeline_config(
+        train__max_env_steps=300, train__eval_period=150, train__eval_episodes=2, runtime__role_threads=1
+    ).replace("env", "gymnasium:CartPole-v1")
+    first = muzerox.train(config, out=tmp_path / "run", quiet=True)
+    assert first.env_steps >= 300
+    assert first.mean_return is not None
+    assert first.mean_return >= 1.0
+    more = muzerox.resume(tmp_path / "run", changes={"train.max_env_steps": 600, "runtime.role_threads": 0}, quiet=True)
+    assert more.env_steps >= 600
+    assert more.updates > first.updates
 
 
 def test_processor_seconds_of_simulators_in_processes_are_reported() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -12,9 +14,16 @@ from muzerox.config import Config
 from muzerox.runtimes.sebulba import ring
 from muzerox.runtimes.sebulba.queues import Replaced
 from muzerox.runtimes.sebulba.ring import SharedRing, Start
+from muzerox.runtimes.sebulba.rows import DeviceRows, HostRows, make_rows
 from muzerox.types import EnvSpec, Transition
 
 SPEC = EnvSpec(id="toy:labels", observation_shape=(1,), observation_dtype="float32", num_actions=2, can_truncate=True)
+
+
+@pytest.fixture(autouse=True, params=[HostRows, DeviceRows])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file, with rows written in place and by programs."""
+    monkeypatch.setattr(ring, "make_rows", request.param)
 
 
 # The ring: two workers of two environments, ten rows, sequences of three
@@ -146,6 +155,55 @@ def test_starts_overwritten_on_the_way_are_moved_and_their_priorities_left() -> 
     after = made.snapshot().priority
     changed = {(int(r), int(c)) for r, c in np.argwhere(before != after)}
     assert changed == {(7, 1), (3, 2)}
+
+
+def test_rows_overwritten_while_they_are_read_are_not_taken() -> None:
+    made = make_ring(rows=(10, 10))
+    generation, written = made.begin(0), threading.Event()
+
+    def write() -> None:
+        for t in range(10, 13):
+            made.write(0, generation, label_row(0, t), lambda: None)
+        written.set()
+
+    def gather(storage: Transition, sample: replay.Sample) -> np.ndarray:
+        if not writer.is_alive() and not written.is_set():
+            writer.start()
+            written.wait(0.5)  # in vain where a reader holds the lock
+        return labels(storage, sample)
+
+    writer = threading.Thread(target=write)
+    start = Start(np.array([0, 4]), np.array([0, 2], np.int32), np.ones(2, np.float32))
+    moved, read, late = made.read(start, gather)
+    writer.join()
+    first = moved.row[0]
+    assert (late, first) in ((1, 3), (0, 0))
+    assert read.tolist() == [[10 * (first + i) for i in range(3)], [1040, 1050, 1060]]
+
+
+def test_where_rows_lie_makes_no_difference() -> None:
+    config, rng = ring_config(), np.random.default_rng(3)
+    made = [kind(ring.init(config, SPEC).storage, jax.devices()[0]) for kind in (HostRows, DeviceRows)]
+    for t in range(30):
+        worker = int(rng.integers(2))
+        row = label_row(worker, t, ended=bool(rng.integers(2)))
+        for rows in made:
+            rows.write(row, t % 10, 2 * worker)
+            if t % 4 == 0:
+                rows.cut(t % 10, 2 * worker, 2)
+    host, device = (rows.copy() for rows in made)
+    jax.tree.map(np.testing.assert_array_equal, host, device)
+    assert host.truncated.any()
+    jax.tree.map(np.testing.assert_array_equal, host, jax.tree.map(np.asarray, made[0].read(lambda storage: storage)))
+
+
+def test_memory_that_numpy_made_is_copied_before_it_is_written() -> None:
+    assert isinstance(make_rows(ring.init(ring_config(), SPEC).storage, jax.devices("cpu")[0]), HostRows)
+    storage = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), ring.init(ring_config(), SPEC).storage)
+    rows = HostRows(storage, jax.devices("cpu")[0])
+    rows.write(label_row(1, 5), 3, 0)
+    assert rows.copy().action[3].tolist() == [1050, 1051, 0, 0]
+    assert not storage.action.any()
 
 
 def test_a_start_drawn_twice_takes_the_larger_priority() -> None:

@@ -46,6 +46,7 @@ TYPICAL = {
     "acting_devices": 0.0,
     "searching_devices": 0.0,
     "learning_devices": 0.0,
+    "role_threads": 0.0,
     "step_in_process": 0.0,
     "host_step_seconds": 0.0,
     "compute_bits": 32.0,

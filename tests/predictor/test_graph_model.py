@@ -136,6 +136,7 @@ THREADS = (
     "acting_devices",
     "searching_devices",
     "learning_devices",
+    "role_threads",
     "step_in_process",
 )
 

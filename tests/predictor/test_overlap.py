@@ -41,6 +41,7 @@ def threaded_family(make: Make, seed: int, count: int) -> list[Workload]:
             cpu_actors=float(rng.choice([1, 2, 4])),
             search_queue_size=float(rng.choice([1, 2, 8])),
             batch_queue_size=float(rng.choice([1, 2, 8])),
+            role_threads=float(rng.choice([0, 1, 2])),
             step_in_process=float(rng.integers(2)),
             reanalyze_fraction=float(rng.choice([0.0, 0.5])),
             host_step_seconds=float(rng.choice([1e-6, 1e-5, 1e-4])),
@@ -82,6 +83,25 @@ def test_bounds_equal_a_count_by_hand(make_threaded: Make, hardware: Hardware) -
     each = found @ seconds
     np.testing.assert_allclose(bounds(seconds, w, rates), each, rtol=1e-5)
     np.testing.assert_allclose(total(seconds, w, rates), np.sum(each**POWER) ** (1 / POWER), rtol=1e-5)
+
+
+def test_threads_of_ones_own_are_fewer_and_cost_less(make_threaded: Make, hardware: Hardware) -> None:
+    four = dataclasses.replace(hardware, cores=4)
+    shared, own = (
+        dict(zip(BOUNDS, np.asarray(bound_weights(make_threaded(cores=4.0, role_threads=t), hardware_rates(four))), strict=True))
+        for t in (0.0, 2.0)
+    )
+    acting, learning, targets = (STAGES.index(name) for name in ("acting_flops", "learner_flops", "reanalysis"))
+    # Two workers on two threads; a product that took four cores takes two.
+    assert own["selfplay"][acting] == pytest.approx(2.0 * shared["selfplay"][acting])
+    assert own["learner"][learning] == pytest.approx(2.0 * shared["learner"][learning])
+    assert shared["learner"][targets] == 0.0 < own["learner"][targets]
+    small = STAGES.index("tree_bytes")
+    assert own["processors"][small] == pytest.approx(0.75 * shared["processors"][small])
+    assert own["processors"][acting] == shared["processors"][acting]
+    gpu = dataclasses.replace(four, platform="gpu", device_memory_bytes=10**10)
+    both = [np.asarray(bound_weights(make_threaded(cores=4.0, role_threads=t), hardware_rates(gpu))) for t in (0.0, 2.0)]
+    np.testing.assert_array_equal(*both)  # an accelerator has none to give
 
 
 def test_an_accelerator_is_shared_unless_each_role_has_its_own(make_threaded: Make, hardware: Hardware) -> None:

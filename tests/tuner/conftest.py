@@ -18,6 +18,7 @@ RUNTIME = (
     "acting_devices",
     "searching_devices",
     "learning_devices",
+    "role_threads",
     "step_in_process",
     "host_step_seconds",
 )

@@ -67,7 +67,7 @@ def test_a_choice_sets_in_the_workload_what_the_bridge_reads_from_the_configurat
 
 def test_knobs_are_those_of_the_runtime() -> None:
     by_runtime = {runtime: {k.path: k for k in knobs_up_to("neutral", runtime)} for runtime in RUNTIMES}
-    names = ("selfplay_workers", "cpu_actors", "search_queue_size", "batch_queue_size", "step_in")
+    names = ("selfplay_workers", "cpu_actors", "search_queue_size", "batch_queue_size", "role_threads", "step_in")
     of_threads = {f"runtime.{name}" for name in names}
     assert of_threads.isdisjoint(by_runtime["anakin"])
     assert of_threads <= set(by_runtime["sebulba"])

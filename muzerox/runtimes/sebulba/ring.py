@@ -161,7 +161,7 @@ class SharedRing:
         """Each slot's row counted from the worker's first, int64 [C, W], and its priority where a sequence can start there."""
         count = self._count.copy()[None, :]
         last = count - 1
-        row = last - (last - np.arange(self._length)[:, None]) % self._length  # the newest that lies in the slot; negative: none yet
+        row = last - (last - np.arange(self._length)[:, None]) % self._length  # newest in the slot; negative: none yet
         can_start = (row >= 0) & (row <= count - self._config.sequence_length)
         return row, np.where(can_start, self._row_priority, 0.0).astype(np.float64)
 

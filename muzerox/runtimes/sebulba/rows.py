@@ -109,5 +109,5 @@ class HostRows:
 
 def _memory(x: jax.Array) -> np.ndarray:
     """The memory of an array of the CPU, to be written; it lives as long as ``x`` does."""
-    taken = (ctypes.c_uint8 * x.nbytes).from_address(x.unsafe_buffer_pointer())
+    taken: Any = (ctypes.c_uint8 * x.nbytes).from_address(x.unsafe_buffer_pointer())
     return np.frombuffer(taken, x.dtype).reshape(x.shape)
