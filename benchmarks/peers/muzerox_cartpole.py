@@ -1,6 +1,6 @@
 """muzerox (Gumbel MuZero, Sebulba runtime) on gymnasium's CartPole-v1: its own ``train``.
 
-Threads are its self-play workers. Counts are the rows of the run's ``metrics.jsonl`` as they appear. Evaluations and
+Threads are its self-play workers; its roles have a thread of XLA each (``runtime.role_threads``). Counts are the rows of the run's ``metrics.jsonl`` as they appear. Evaluations and
 checkpoints are left out, as the peers' are.
 """
 
@@ -58,6 +58,7 @@ def main() -> None:
         "train.eval_period": NEVER,
         "train.checkpoint_period": 1e6,
         "runtime.kind": "sebulba",
+        "runtime.role_threads": 1,
         "runtime.num_envs": args.envs // args.threads,
         "runtime.selfplay_workers": args.threads,
     }
