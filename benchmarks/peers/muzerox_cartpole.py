@@ -1,7 +1,7 @@
 """muzerox (Gumbel MuZero, Sebulba runtime) on gymnasium's CartPole-v1: its own ``train``.
 
-Threads are its self-play workers; its roles have a thread of XLA each (``runtime.role_threads``). Counts are the rows of the run's ``metrics.jsonl`` as they appear. Evaluations and
-checkpoints are left out, as the peers' are.
+Threads are its self-play workers; its roles have a thread of XLA each (``runtime.role_threads``). Counts are the rows of the
+run's ``metrics.jsonl`` as they appear. Evaluations and checkpoints are left out, as the peers' are.
 """
 
 from __future__ import annotations
