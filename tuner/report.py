@@ -127,9 +127,11 @@ def pipeline_row(config: Config) -> dict[str, str]:
     r = config.runtime
     if r.kind != "sebulba":
         return {}
+    threads = f"{r.role_threads} a role" if r.role_threads else "shared"
     return {
         "pipeline": f"self-play {r.selfplay_workers} x {r.num_envs} environments (in a {r.step_in}), cpu actors {r.cpu_actors}, "
-        f"search queue {r.search_queue_size}, batch queue {r.batch_queue_size}, {r.loop_count} updates a dispatch"
+        f"search queue {r.search_queue_size}, batch queue {r.batch_queue_size}, {r.loop_count} updates a dispatch, "
+        f"threads of XLA {threads}"
     }
 
 
