@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 REPEATED = 8  # every so many processes, one is measured again
+_CONTRADICTIONS = 1000  # points in a row that contradict themselves: the axes do
 console = Console(stderr=True)
 
 
@@ -123,13 +124,18 @@ def points_of(seed: int, task: Task, hardware: Any, most_seconds: float) -> Iter
     axes, model = choices_of(task, hardware), RuntimePredictor()
     sobol = qmc.Sobol(len(axes), seed=seed)
     base = Config.preset(task.env).replace("runtime.kind", task.kind)
+    contradictions = 0  # in a row
     for index in itertools.count():
         drawn = sobol.random(1)[0]
         changes = {name: choices[int(x * len(choices))] for (name, choices), x in zip(axes.items(), drawn, strict=True)}
         try:
             config = concrete(base.replace(changes), hardware.platform)
         except ConfigError:  # choices that exclude one another, such as a split that does not divide the environments
+            contradictions += 1
+            if contradictions == _CONTRADICTIONS:
+                raise
             continue
+        contradictions = 0
         expected = model.predict(describe(config), hardware)
         if max(1.0 / expected.updates_per_second, expected.warmup_seconds) > most_seconds:
             continue

@@ -77,6 +77,9 @@ class Config(Section):
             times = "" if sebulba else f" times runtime.num_devices ({devices})"
             rule = f"runtime.num_envs ({envs}) must be a multiple of it{times}"
             raise ConfigError("search.split", self.search.split, rule, math.gcd(self.search.split, envs // parts))
+        threads, cores = self.runtime.role_threads, self.allocation.cores
+        if sebulba and cores is not None and threads > cores:
+            raise ConfigError("runtime.role_threads", threads, f"must not exceed allocation.cores ({cores})", cores)
         steps = Fraction(batch) / self.replay_ratio
         if steps > 10**8:
             raise ConfigError(

@@ -138,7 +138,7 @@ def valid(config: Config, path: str, value: Any, platform: str) -> bool:
     """Whether the configuration may take ``value`` at ``path`` on a machine of ``platform``, other knobs aside."""
     if path == "replay.placement" and value == "host" and platform == "cpu":
         return False  # the device's memory is the host's
-    if path == "runtime.role_threads" and value and (platform != "cpu" or value > (config.allocation.cores or value)):
+    if path == "runtime.role_threads" and value and platform != "cpu":
         return False  # only a CPU has threads to give
     try:
         free = _TOGETHER if path in ("runtime.num_envs", "runtime.selfplay_workers") else {}

@@ -81,7 +81,8 @@ def next_allocation(current: np.ndarray, use: np.ndarray, temperature: float, ha
 
 def with_allocation(config: Config, allocated: np.ndarray, hardware: Hardware, cores: Sequence[int]) -> Config:
     """The configuration under an allocation [R]; at most the cores it asked for, and a number among ``cores`` if given."""
-    wanted = min(config.allocation.cores or hardware.cores, math.ceil(allocated[0]))
+    least = config.runtime.role_threads if config.runtime.kind == "sebulba" else 1
+    wanted = min(config.allocation.cores or hardware.cores, max(least, math.ceil(allocated[0])))
     memory = min(math.ceil(allocated[1] / _GIB * _MEMORY_GRAIN) / _MEMORY_GRAIN, hardware.memory_bytes / _GIB)
     changes: dict[str, Any] = {"allocation.memory_gib": memory}
     changes["allocation.cores"] = min((n for n in cores if n >= wanted), default=wanted)

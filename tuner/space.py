@@ -273,7 +273,8 @@ def feasible(workload: Workload, max_num_envs: Any, max_staleness: Any = np.inf)
     shared = w.batch_size % jnp.maximum(jnp.asarray(w.num_devices), w.learning_devices) == 0
     rows = w.capacity >= (w.unroll_steps + w.td_steps + 2) * num_envs
     fits = w.batch_size <= w.capacity
-    return whole & shared & rows & fits & (num_envs <= max_num_envs) & (staleness(w) <= max_staleness)
+    threads = w.role_threads <= w.cores
+    return whole & shared & rows & fits & threads & (num_envs <= max_num_envs) & (staleness(w) <= max_staleness)
 
 
 def make_space(

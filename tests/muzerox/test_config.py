@@ -155,7 +155,7 @@ def values(path: str) -> st.SearchStrategy[Any]:
 
 TIED = {"train.batch_size", "train.unroll_steps", "train.td_steps", "train.replay_ratio"}
 TIED |= {"replay.capacity", "replay.min_size", "runtime.num_envs", "runtime.num_devices", "runtime.learning_devices"}
-TIED |= {"runtime.selfplay_workers"}
+TIED |= {"runtime.selfplay_workers", "runtime.role_threads", "allocation.cores"}
 
 
 @st.composite
@@ -166,6 +166,8 @@ def configs(draw: st.DrawFn) -> Config:
     devices = draw(st.sampled_from([1, 2, 3, 8]))
     changes["runtime.num_devices"] = changes["runtime.learning_devices"] = devices
     changes["runtime.selfplay_workers"] = draw(st.integers(1, 20))
+    changes["runtime.role_threads"] = draw(st.integers(0, 4))
+    changes["allocation.cores"] = draw(st.none() | st.integers(4, 100))
     changes["search.split"] = draw(st.sampled_from([1, 2, 7]))
     changes["runtime.num_envs"] = changes["search.split"] * devices * draw(st.integers(1, 100))
     changes["train.batch_size"] = devices * draw(st.integers(1, 100))
@@ -291,6 +293,7 @@ def test_derived() -> None:
             "replay.capacity",
             4352,
         ),
+        ({"runtime.kind": "sebulba", "runtime.role_threads": 3, "allocation.cores": 2}, "runtime.role_threads", 2),
         ({"train.replay_ratio": 1e-7}, "train.replay_ratio", "2.56e-06"),
     ],
 )

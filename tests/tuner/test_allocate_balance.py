@@ -83,6 +83,9 @@ def test_a_configuration_is_given_whole_cores_and_quarters_of_a_gibibyte(machine
     assert (given_.cores, given_.memory_gib, given_.device_memory) == (2, 1.25, None)
     fewer = resources.with_allocation(config.replace("allocation.cores", 1), np.array([3.0, 2**30, 0.0]), machine, (1, 4))
     assert fewer.allocation.cores == 1  # never more than it asked for
+    threads = config.replace({"runtime.kind": "sebulba", "runtime.role_threads": 3})
+    idle = np.array([0.5, 2**30, 0.0])
+    assert resources.with_allocation(threads, idle, machine, (1, 2, 3, 4)).allocation.cores == 3  # as many as a role's threads
     np.testing.assert_allclose(resources.allocation_of(fewer, machine), [1.0, 2**30, 0.0])
     np.testing.assert_allclose(resources.allocation_of(Config(), machine), [4.0, 8 * 2**30, 0.0])  # all there is
 

@@ -31,6 +31,11 @@ def start_of(runtime: str) -> Config:
 
 
 RUNTIMES = ("anakin", "sebulba")
+# What a choice of a knob needs of another: its path, a value, and the field it sets.
+NEEDS = {
+    "search.split": [("runtime.num_envs", 64, "num_envs")],
+    "runtime.role_threads": [("allocation.cores", 8, "cores")],
+}
 ROWS = [pytest.param(knob, r, id=f"{knob.path}-{r}") for knob in KNOBS for r in RUNTIMES if knob.runtime in ("", r)]
 
 
@@ -56,12 +61,12 @@ def test_a_choice_sets_in_the_workload_what_the_bridge_reads_from_the_configurat
     start = start_of(runtime)
     base = describe(start)
     for choice in knob.choices[:4]:
-        changes = {knob.path: choice}
-        if knob.path == "search.split":
-            changes["runtime.num_envs"] = 64
-        described = describe(start.replace(changes))
-        if knob.path == "search.split":
-            described = dataclasses.replace(described, num_envs=base.num_envs)
+        changes: dict[str, Any] = {knob.path: choice}
+        unchanged: dict[str, Any] = {}
+        for other, value, field in NEEDS.get(knob.path, []):
+            changes[other] = value
+            unchanged[field] = getattr(base, field)
+        described = dataclasses.replace(describe(start.replace(changes)), **unchanged)
         assert dataclasses.replace(base, **knob.fields(choice)) == described
 
 
