@@ -79,6 +79,7 @@ _MORE = {  # where there is an accelerator
     "train.batch_size": (1024, 2048),
     "runtime.num_envs": (1024, 2048, 4096),
 }
+_MEMORY = (None, None, None, None, None, None, 0.8, 1.1, 1.5)  # GiB: some run out of it, which is to be foreseen
 TASKS = (
     Task("vector", "gymnax:CartPole-v1", "anakin", _ANAKIN),
     Task("host", "gymnasium:CartPole-v1", "sebulba", _SEBULBA | {"runtime.step_in": ("thread", "process")}),
@@ -111,7 +112,7 @@ def choices_of(task: Task, hardware: Any) -> dict[str, tuple[Any, ...]]:
     if hardware.platform != "cpu":
         axes |= {name: axes[name] + more for name, more in _MORE.items()}
     cores = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= hardware.cores]
-    return axes | {"allocation.cores": tuple(cores)}
+    return axes | {"allocation.cores": tuple(cores), "allocation.memory_gib": _MEMORY}
 
 
 def points_of(seed: int, task: Task, hardware: Any, most_seconds: float) -> Iterator[Point]:

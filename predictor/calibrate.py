@@ -88,7 +88,9 @@ def fit_offsets(measurements: Sequence[Measurement], estimates: Mapping[str, np.
     process_bytes = max(recent_median(beside, float(before.process_bytes)), 0.0)
 
     def peaks(outcome: Outcome) -> list[float]:
-        return [process_bytes + float(held[i]) for i in here if measurements[i].outcome is outcome]
+        """Of those that could have had all the memory there is."""
+        free = [i for i in here if not measurements[i].workload.memory_bytes]
+        return [process_bytes + float(held[i]) for i in free if measurements[i].outcome is outcome]
 
     failed, fine = peaks(Outcome.OUT_OF_MEMORY), peaks(Outcome.OK)
     # A hair below the smallest that failed, unless a larger one did not: then memory was short for another reason.

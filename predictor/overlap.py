@@ -21,18 +21,18 @@ from predictor.schema import Workload
 BOUNDS = ("selfplay", "context", "search", "learner", "lock", "device", "processors")
 POWER = 4  # between stages one after the other (1) and a hard maximum (infinity)
 
-_ROLES = {
+ROLES = {
     "selfplay": ("acting_flops", "acting_bytes", "acting_operations", "tree_operations", "tree_bytes", "environment"),
     "context": ("contexts",),
     "search": ("replay_bytes", "reanalysis", "ready"),
     "learner": ("learner_flops", "learner_bytes", "learner_operations", "optimizer_bytes", "dispatch"),
 }
-_ROLES["selfplay"] += ("host_steps", "host_rows")
+ROLES["selfplay"] += ("host_steps", "host_rows")
 _PYTHON = ("host_rows", "contexts", "ready", "dispatch")  # hold Python's lock; environments that step in a thread do, too
-_SPREAD = ("acting_flops", "learner_flops")  # one thread's product takes every core already
+SPREAD = ("acting_flops", "learner_flops")  # one thread's product takes every core already
 _JITTER = 0.25  # share of its time that a thread with a single slot before it waits, as neither it nor its neighbour is steady
-_HANDED = 0.25  # of the processor time of small operations, what XLA takes to hand them from one thread to another
-_SWITCH = 0.02  # of the work, for each thread beyond the cores
+HANDED = 0.25  # of the processor time of small operations, what XLA takes to hand them from one thread to another
+SWITCH = 0.02  # of the work, for each thread beyond the cores
 
 
 def combine(seconds: jax.Array, p: float = 1.0) -> jax.Array:
@@ -49,14 +49,14 @@ def combine(seconds: jax.Array, p: float = 1.0) -> jax.Array:
 
 _DEVICE = tuple(name for name in STAGES if name not in (*_PYTHON, "host_steps"))
 _GROUPS = {
-    **_ROLES,
+    **ROLES,
     "python": _PYTHON,
     "steps": ("host_steps",),
-    "spread": _SPREAD,
-    "acting": _SPREAD[:1],
-    "learning": _SPREAD[1:],
+    "spread": SPREAD,
+    "acting": SPREAD[:1],
+    "learning": SPREAD[1:],
     "targets": ("reanalysis",),  # beside the learner on its devices
-    "narrow": tuple(name for name in _DEVICE if name not in _SPREAD),
+    "narrow": tuple(name for name in _DEVICE if name not in SPREAD),
     "all": STAGES,
 }
 _MEMBERS = np.array([[name in names for names in _GROUPS.values()] for name in STAGES], np.float32)  # [S, groups]
@@ -75,12 +75,12 @@ def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax
     apart = w.acting_devices + w.searching_devices + w.learning_devices <= hardware.devices
     alone = jnp.where((on_host > 0.0) | apart, 0.0, 1.0)  # one device for all programs
     threads = w.selfplay_workers + w.cpu_actors + w.searching_devices + 1.0
-    switching = 1.0 + _SWITCH * jnp.maximum(threads - cores, 0.0)
+    switching = 1.0 + SWITCH * jnp.maximum(threads - cores, 0.0)
     # Roles with threads of their own have no more than those, and learning shares its threads with targets.
     own = jnp.where((on_host > 0.0) & (jnp.asarray(w.role_threads) > 0.0), 1.0, 0.0)
     slower = own * jnp.maximum(cores / jnp.maximum(w.role_threads, 1.0) - 1.0, 0.0)
     at_once = jnp.where(own > 0.0, jnp.minimum(at_once, w.role_threads * w.acting_devices), at_once)
-    kept = 1.0 - _HANDED * own * jnp.where(cores > 1.0, 1.0, 0.0)
+    kept = 1.0 - HANDED * own * jnp.where(cores > 1.0, 1.0, 0.0)
     host = group["python"] + group["steps"]
     on_cores = on_host * (group["spread"] + kept * group["narrow"] / cores) + host / cores
     threaded = (

@@ -160,7 +160,8 @@ class RuntimePredictor:
         on_host = hardware.platform == "cpu"
         held = estimates["resident_bytes"]
         peak = float(self.params.offsets.process_bytes) + estimates["saved_bytes"] + (held if on_host else 0.0)
-        needs = [(peak, float(hardware.memory_bytes)), (peak, float(self.params.offsets.feasible_bytes))]
+        limits = [float(hardware.memory_bytes), float(self.params.offsets.feasible_bytes)]
+        needs = [(peak, limit) for limit in (*limits, workload.memory_bytes or math.inf)]
         needs += [] if on_host else [(held, float(hardware.device_memory_bytes * workload.num_devices))]
         short = next((pair for pair in needs if pair[0] > pair[1]), None)
         return Prediction(

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-SCHEMA = 3  # of what is stored: another number is another version's, and is not read
+SCHEMA = 4  # of what is stored: another number is another version's, and is not read
 
 
 class Outcome(enum.StrEnum):
@@ -175,6 +175,7 @@ class Workload(_Record):
     embedding_bits: float  # of hidden states in a tree
     cores: float
     num_devices: float  # that one program is split over
+    memory_bytes: float  # of the host's, that the process may hold; 0: no less than there is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

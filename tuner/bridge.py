@@ -196,6 +196,7 @@ def describe(config: Config) -> Workload:
         compute_bits=bits[policy.compute],
         embedding_bits=bits[policy.embedding],
         cores=float(config.allocation.cores or 1),
+        memory_bytes=(config.allocation.memory_gib or 0.0) * allocations.GIB,
         **_describe_runtime(config),
     )
 

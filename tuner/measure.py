@@ -185,12 +185,16 @@ class Timing:
             return median(name) if all(name in burst for burst in bursts) else None
 
         waits = {name for burst in bursts for name in burst["waits"]}
+        peak, allowed = max(burst["peak_bytes"] for burst in bursts), common["workload"].memory_bytes
+        # A training that goes well until it saves its first checkpoint does not go well.
+        short = f"saving needs {peak / 2**30:.2f} GiB of {allowed / 2**30:.2f}" if 0 < allowed < peak else None
         return Measurement(
-            outcome=Outcome.OK,
+            outcome=Outcome.OUT_OF_MEMORY if short else Outcome.OK,
+            error=short,
             seconds_per_env_step=seconds,
             env_steps_per_second=1.0 / seconds,
             updates_per_second=median("updates_per_second"),
-            peak_bytes=max(burst["peak_bytes"] for burst in bursts),
+            peak_bytes=peak,
             device_peak_bytes=max(device) if device else None,
             cpu_use=median("cpu_use"),
             repeats=tuple(burst["seconds_per_env_step"] for burst in bursts),

@@ -15,7 +15,7 @@ from muzerox import replay
 from muzerox.algorithms import make_algorithm
 from muzerox.config import Config
 from muzerox.envs import make_env
-from muzerox.learner import init_learner, make_batch, make_update
+from muzerox.learner import init_learner, make_batch, make_optimizer, make_update
 from muzerox.replay import ReplayState, Sample
 from muzerox.types import Algorithm, Batch, Environment, Params, Targets
 
@@ -257,6 +257,26 @@ def test_target_network_and_priorities() -> None:
             largest = max(float(e) for c, e in zip(cells, error, strict=True) if c == cell)
             expected[cell] = (largest + 1e-3) ** stage.config.replay.priority_exponent
         np.testing.assert_allclose(ring.priority, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("final", [1.0, 0.25, 0.0])
+def test_steps_shrink_in_a_line_until_the_last_environment_step(final: float) -> None:
+    """80 steps at 4 samples a step are 20 updates of 16; a constant gradient moves Adam by its step size."""
+    config = small_config(
+        train__max_env_steps=80,
+        train__replay_ratio=4.0,
+        train__batch_size=16,
+        train__weight_decay=0.0,
+        train__learning_rate=1e-3,
+        train__final_learning_rate=final,
+    )
+    optimizer, params = make_optimizer(config), jnp.zeros(3)
+    state, moved = optimizer.init(params), []
+    for _ in range(25):
+        change, state = optimizer.update(jnp.full(3, 1e-2), state, params)
+        moved.append(-float(change[0]))
+    left = np.maximum(1.0 - np.arange(25) / 20, 0.0)
+    np.testing.assert_allclose(moved, 1e-3 * (final + (1.0 - final) * left), rtol=1e-3, atol=1e-9)
 
 
 def _equal(a: Params, b: Params) -> bool:

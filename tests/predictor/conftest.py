@@ -53,6 +53,7 @@ TYPICAL = {
     "embedding_bits": 32.0,
     "cores": 2.0,
     "num_devices": 1.0,
+    "memory_bytes": 0.0,
 }
 
 
