@@ -2,7 +2,7 @@
 
 Every task (environment and runtime) has axes, and every axis its choices; scrambled Sobol points choose among them, so that any
 first part of a collection covers the space evenly. Processes are measured in pairs, burst by burst in alternation; under Anakin a
-process measures a second loop count too. Every eighth process is measured again at the end, in another process: the
+process measures a second loop count too. Every seventh process is measured again at the end, in another process: the
 differences are the noise floor. What failed is a row as well.
 
 Rows go to ``collected/<kind of machine>.jsonl`` as they are measured, with ``--record`` to the one under ``data/``. Run it again
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-REPEATED = 8  # every so many processes, one is measured again
+REPEATED = 7  # every so many processes, one is measured again; no divisor of the tasks, or some would never be
 _CONTRADICTIONS = 1000  # points in a row that contradict themselves: the axes do
 console = Console(stderr=True)
 
@@ -184,17 +185,32 @@ def append(file: Path, rows: Sequence[dict[str, Any]]) -> None:
         os.fsync(out.fileno())
 
 
+def probe() -> float:
+    """Seconds of the same little work every time, the least of several: how fast the machine is at the moment."""
+    import numpy as np
+
+    matrix, array, times = np.ones((384, 384), np.float32), np.ones(2**22, np.float32), []
+    for _ in range(7):
+        start = time.perf_counter()
+        float((matrix @ matrix)[0, 0] + (array * 2.0)[0])
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 def measure(pair: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, Any]]:
     """The rows of processes that are measured in alternation."""
     from tuner.measure import measure_group
 
     group = [(point.config, point.loop_counts) for point in pair]
+    before = probe()
     measured = measure_group(group, hardware=hardware, rounds=args.rounds, seconds=args.seconds, timeout=args.timeout)
+    probes = [before, probe()]
     return [
         {
             "task": point.task.name,
             "index": point.index,
             "repeat": point.repeat,
+            "probe_seconds": probes,
             "config": point.config.replace("runtime.loop_count", int(found.workload.loop_count)).to_dict(),
             "measurement": found.to_dict(),
         }
@@ -252,7 +268,7 @@ def show(rows: Sequence[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--count", type=int, default=240, help="configurations, those measured again not counted")
-    parser.add_argument("--rounds", type=int, default=5, help="timed bursts of each")
+    parser.add_argument("--rounds", type=int, default=7, help="timed bursts of each")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a burst, about")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that compiling, or a burst, may take")
     parser.add_argument("--most", type=float, default=2.0, help="seconds an update may take by the predictor; above, left out")

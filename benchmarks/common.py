@@ -6,11 +6,14 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).with_name("data")
+# A benchmark may have the name of the package it measures, and the folder of a script comes first.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ import numpy as np
 from predictor.analytic import STAGES, Rates, Value
 from predictor.schema import Workload
 
-BOUNDS = ("selfplay", "context", "search", "learner", "lock", "device", "processors")
+BOUNDS = ("selfplay", "acting", "context", "search", "learner", "lock", "device", "processors")
 POWER = 4  # between stages one after the other (1) and a hard maximum (infinity)
 
 ROLES = {
@@ -54,6 +54,7 @@ _GROUPS = {
     "steps": ("host_steps",),
     "spread": SPREAD,
     "acting": SPREAD[:1],
+    "programs": tuple(name for name in ROLES["selfplay"] if name not in ("host_steps", "host_rows")),
     "learning": SPREAD[1:],
     "targets": ("reanalysis",),  # beside the learner on its devices
     "narrow": tuple(name for name in _DEVICE if name not in SPREAD),
@@ -85,6 +86,7 @@ def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax
     on_cores = on_host * (group["spread"] + kept * group["narrow"] / cores) + host / cores
     threaded = (
         (group["selfplay"] + slower * group["acting"]) / at_once,
+        (1.0 - on_host) * group["programs"] / jnp.maximum(w.acting_devices, 1.0),  # more workers than devices take turns
         group["context"] / jnp.maximum(w.cpu_actors, 1.0),
         group["search"] * (1.0 + _JITTER / (w.search_queue_size + 1.0)) / jnp.maximum(w.searching_devices, 1.0),
         (group["learner"] + slower * group["learning"] + own * group["targets"]) * (1.0 + _JITTER / (w.batch_queue_size + 1.0)),

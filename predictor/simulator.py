@@ -25,11 +25,12 @@ from predictor.schema import Workload
 KINDS = ("selfplay", "context", "search", "learner", "update")
 MOST = (32, 8, 16, 1, 1)  # threads of each kind that are simulated; the last is the device that runs the learner's program
 RESOURCES = ("lock", "cores", "acting", "searching", "learning", "device")
-EVENTS = 3072
+EVENTS = 2048
 JITTER = 0.25  # coefficient of variation of what a thread's next round takes
 _SEGMENTS = 4  # that a round has at most: Python, environments, narrow and spread parts of a program
 _IDLE, _PUT = 0, _SEGMENTS + 1  # before the first segment, and after the last
 _FINEST = 1.0 / 8.0  # of an update, that a simulated round of self-play makes: shorter rounds are taken together
+_DISPATCHES = 3.0  # of the second half, at least, for the pace to be told by their ends
 _PLENTY = 1e6
 
 
@@ -44,10 +45,11 @@ _PARTS = {
     "acting_spread": SPREAD[:1],
     "contexts": ("contexts",),
     "ready": ("ready",),
-    "targets": _rest("search", "ready"),
+    "targets_narrow": _rest("search", "ready"),
+    "targets_spread": SPREAD[2:],
     "dispatch": ("dispatch",),
     "learner_narrow": _rest("learner", "dispatch"),
-    "learner_spread": SPREAD[1:],
+    "learner_spread": SPREAD[1:2],
 }
 _MEMBERS = np.array([[stage in names for names in _PARTS.values()] for stage in STAGES], np.float32)  # [S, parts]
 
@@ -70,10 +72,11 @@ class Simulated(NamedTuple):
 class _Pipeline(NamedTuple):
     """One pipeline in numbers; times in seconds an update."""
 
-    work: jax.Array  # [K, P] seconds of each segment of a round
+    work: jax.Array  # [T, P] seconds of each segment of a round
     demand: jax.Array  # [K, P, R] of each resource, while it runs alone
     room: jax.Array  # [R]
-    following: jax.Array  # [K, P + 1] int32, the segment after this one that takes any time, _PUT where there is none
+    following: jax.Array  # [T, P + 1] int32, the segment after this one that takes any time, _PUT where there is none
+    exists: jax.Array  # [T] bool
     threads: jax.Array  # [K] how many
     unit: jax.Array  # updates' worth of steps that a round of self-play makes
     window: jax.Array  # updates that self-play may be ahead
@@ -94,6 +97,7 @@ class _State(NamedTuple):
     under_way: jax.Array  # dispatches: handed to the device, and not finished
     pending: jax.Array  # of those, not begun
     published: jax.Array  # updates
+    half: jax.Array  # [2] time and contexts begun when the second half began
     mark: jax.Array  # [2] time and updates when the first dispatch of the second half ended
     newest: jax.Array  # [2] when the last one did
     spent: jax.Array  # [1 + 1 + K + 2] in the second half: time, core seconds, busy thread seconds, depths times time
@@ -107,7 +111,7 @@ def simulate(
     *,
     jitter: float = JITTER,
     events: int = EVENTS,
-    chunk: int = 64,
+    chunk: int = 512,
 ) -> Simulated:
     """The steady state of pipelines of threads, after half of ``events`` for queues to fill.
 
@@ -145,6 +149,7 @@ def _simulate(seconds: jax.Array, workload: Workload, hardware: Rates, *, jitter
         under_way=zero,
         pending=zero,
         published=zero,
+        half=jnp.zeros(2),
         mark=jnp.zeros(2),
         newest=jnp.zeros(2),
         spent=jnp.zeros(4 + len(KINDS)),
@@ -155,11 +160,12 @@ def _simulate(seconds: jax.Array, workload: Workload, hardware: Rates, *, jitter
         return _advance(pipeline, state, jitter, index >= events // 2), None
 
     end, _ = jax.lax.scan(event, start, jnp.arange(events))
-    # From the end of a dispatch to the end of another, so that updates are whole; by steps where there were not two.
+    # From the end of a dispatch to the end of another, so that updates are whole; where there were few, by contexts.
     (first_time, first), (last_time, last) = end.mark, end.newest
     by_updates = (last_time - first_time) / jnp.maximum(last - first, 1e-9)
-    by_steps = end.time / jnp.maximum(end.made - 1.0, 1e-9)
-    per_update = jnp.where((last > first) & (first > 0.0), by_updates, by_steps)
+    by_contexts = (end.time - end.half[0]) / jnp.maximum(end.contexts - end.half[1], 1e-9)
+    enough = (first > 0.0) & (last - first >= _DISPATCHES * pipeline.loop_count)
+    per_update = jnp.where(enough, by_updates, by_contexts)
     span = jnp.maximum(end.spent[0], 1e-30)
     busy = end.spent[2 : 2 + len(KINDS)] / span / jnp.maximum(pipeline.threads, 1.0)
     return Simulated(
@@ -190,7 +196,7 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
         [
             *(jnp.stack(acting) * unit,),
             jnp.stack([group["contexts"], zero, zero, zero]),
-            jnp.stack([group["ready"], zero, group["targets"], zero]),
+            jnp.stack([group["ready"], zero, group["targets_narrow"], group["targets_spread"] * stretch]),
             jnp.stack([group["dispatch"], zero, zero, zero]) * w.loop_count,
             jnp.stack([zero, zero, group["learner_narrow"], group["learner_spread"] * stretch]) * w.loop_count,
         ]
@@ -227,12 +233,14 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
     found = jnp.broadcast_to(has[:, None, :], (len(KINDS), *later.shape[1:])) & later
     last = np.array([1] + [_PUT] * _SEGMENTS)[None, :]  # a round without work has one segment, of no time
     following = jnp.where(jnp.any(found, -1), jnp.argmax(found, -1) + 1, last)
+    count = jnp.stack([w.selfplay_workers, w.cpu_actors, w.searching_devices, jnp.float32(1.0), jnp.float32(1.0)])
     return _Pipeline(
-        work=work,
+        work=work[_KIND],
         demand=demand,
         room=jnp.stack(room),
-        following=following.astype(jnp.int32),
-        threads=jnp.stack([w.selfplay_workers, w.cpu_actors, w.searching_devices, jnp.float32(1.0), jnp.float32(1.0)]),
+        following=following.astype(jnp.int32)[_KIND],
+        exists=jnp.asarray(_INDEX) < count[_KIND],
+        threads=count,
         unit=unit,
         window=jnp.asarray(staleness(w)),
         loop_count=jnp.asarray(w.loop_count),
@@ -247,8 +255,7 @@ def _begin(p: _Pipeline, s: _State, jitter: Value) -> _State:
         """The first ``number`` of those who wait."""
         return waiting & (jnp.cumsum(waiting) <= number)
 
-    exists = jnp.asarray(_INDEX) < p.threads[_KIND]
-    idle, putting = (s.phase == _IDLE) & exists, s.phase == _PUT
+    idle, putting = (s.phase == _IDLE) & p.exists, s.phase == _PUT
     contexts, batches = s.queued
 
     taking = jnp.any(idle & _LEARNER) & (s.under_way < 2.0)  # it waits for the dispatch before the last first
@@ -293,7 +300,7 @@ def _begin(p: _Pipeline, s: _State, jitter: Value) -> _State:
 def _following(p: _Pipeline, phase: jax.Array) -> jax.Array:
     """[T] the phase after each thread's."""
     chosen = jax.nn.one_hot(phase, _SEGMENTS + 1, dtype=jnp.int32)
-    return jnp.sum(chosen * p.following[_KIND], axis=1)
+    return jnp.sum(chosen * p.following, axis=1)
 
 
 def _at(phase: jax.Array) -> jax.Array:
@@ -303,7 +310,7 @@ def _at(phase: jax.Array) -> jax.Array:
 
 def _work(p: _Pipeline, phase: jax.Array, rounds: jax.Array, jitter: Value) -> jax.Array:
     """[T] seconds of the segment that each thread enters, varied by its round: evenly spread, nothing drawn."""
-    seconds = jnp.sum(_at(phase) * p.work[_KIND], axis=1)
+    seconds = jnp.sum(_at(phase) * p.work, axis=1)
     golden = 0.6180339887
     spread = jnp.mod(rounds * golden + np.arange(len(_KIND)) * golden**2, 1.0) - 0.5  # variance 1/12
     return seconds * (1.0 + jitter * np.sqrt(12.0) * spread)
@@ -312,9 +319,14 @@ def _work(p: _Pipeline, phase: jax.Array, rounds: jax.Array, jitter: Value) -> j
 def _advance(p: _Pipeline, s: _State, jitter: Value, counted: jax.Array) -> _State:
     """To the next moment that somebody is done with a segment."""
     busy = (s.phase > _IDLE) & (s.phase < _PUT)
-    demand = jnp.einsum("tp,tpr->tr", _at(s.phase), p.demand[_KIND], precision="highest")
-    share = jnp.minimum(1.0, p.room / jnp.maximum(jnp.sum(demand, axis=0), 1e-9))
-    rate = jnp.min(jnp.where(demand > 0.0, share[None], 1.0), axis=1)
+    at = _at(s.phase)
+    # Threads of a kind in the same segment take the same and get the same: it is worked out once for all of them.
+    together = jnp.stack([jnp.sum(part, axis=0) for part in jnp.split(at, np.cumsum(MOST)[:-1])])  # [K, P]
+    taken = jnp.sum(together[..., None] * p.demand, axis=(0, 1))  # [R]
+    share = jnp.minimum(1.0, p.room / jnp.maximum(taken, 1e-9))
+    rates = jnp.min(jnp.where(p.demand > 0.0, share[None, None], 1.0), axis=2)  # [K, P]
+    cores = jnp.sum(together * rates * p.demand[..., 1])
+    rate = jnp.sum(at * rates[_KIND], axis=1) + (1.0 - jnp.sum(at, axis=1))
     needed = jnp.where(busy, s.left / rate, jnp.inf)
     shortest = jnp.min(needed)
     step = jnp.where(jnp.isfinite(shortest), shortest, 0.0)
@@ -335,8 +347,8 @@ def _advance(p: _Pipeline, s: _State, jitter: Value, counted: jax.Array) -> _Sta
     now = jnp.stack([time, published])
     spent = jnp.concatenate(
         [
-            jnp.stack([jnp.float32(1.0), jnp.sum(demand[:, 1] * rate)]),
-            busy.astype(jnp.float32) @ _OF_KIND,
+            jnp.stack([jnp.float32(1.0), cores]),
+            jnp.sum(together, axis=1),
             s.queued,
         ]
     )
@@ -348,6 +360,7 @@ def _advance(p: _Pipeline, s: _State, jitter: Value, counted: jax.Array) -> _Sta
         under_way=s.under_way - learnt,
         pending=s.pending + handed,
         published=published,
+        half=jnp.where(counted, s.half, jnp.stack([time, s.contexts])),
         mark=jnp.where(counted & learnt & (s.mark[0] == 0.0), now, s.mark),
         newest=jnp.where(counted & learnt, now, s.newest),
         spent=s.spent + jnp.where(counted, step, 0.0) * spent,

@@ -46,8 +46,9 @@ class Worker:
         self._timeout = timeout
         self._errors = tempfile.TemporaryFile()
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        # -P: what lies in the user's folder must not be taken for a package.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tuner.worker"],
+            [sys.executable, "-P", "-m", "tuner.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -115,6 +115,17 @@ def test_an_accelerator_is_shared_unless_each_role_has_its_own(make_threaded: Ma
     assert shared[processors, steps] > 0.0
 
 
+def test_workers_take_turns_on_the_devices_they_act_with(make_threaded: Make, hardware: Hardware) -> None:
+    """Eight workers, two devices: what runs on a device is bound by the two, what holds Python is not."""
+    gpu = dataclasses.replace(hardware, platform="gpu", device_memory_bytes=10**10, devices=8)
+    busy = make_threaded(selfplay_workers=8.0, acting_devices=2.0)
+    acting, rows = STAGES.index("acting_flops"), STAGES.index("host_rows")
+    found = dict(zip(BOUNDS, np.asarray(bound_weights(busy, hardware_rates(gpu))), strict=True))
+    assert (found["selfplay"][acting], found["acting"][acting], found["acting"][rows]) == (1 / 8, 1 / 2, 0.0)
+    here = dict(zip(BOUNDS, np.asarray(bound_weights(busy, hardware_rates(hardware))), strict=True))
+    assert here["acting"][acting] == 0.0  # a processor's cores are counted elsewhere
+
+
 @pytest.mark.parametrize(
     ("field", "low", "high", "sign"),
     [

@@ -1,0 +1,227 @@
+"""How right the predictor is on configurations it has not seen, next to what people would use instead, and to the noise.
+
+Reads what ``collect.py`` measured. In distribution: a fifth of the processes are held out, at least ten times, and each learner
+is fitted to 16, 32, 64 and all of the others' configurations. Transfer: an environment, a runtime, a family of networks or a
+number of cores is held out whole; the predictor learns from the rest and is calibrated by one, or eight, of what it has not seen.
+Kendall's tau and slowdowns are within a task. Needs the extra ``muzerox[benchmarks]``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from common import DATA, finish, make_parser, use_device
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table as Lines
+
+SIZES = (16, 32, 64)
+HELD_OUT = 5  # one process in so many
+console = Console(stderr=True)
+
+
+class Data(NamedTuple):
+    """A collection."""
+
+    measurements: list[Any]  # of configurations that ran
+    tasks: list[str]  # of each
+    processes: np.ndarray  # [n] number of the process that each was measured in
+    failures: list[Any]  # measurements of those that did not
+    repeated: list[list[float]]  # seconds of configurations that were measured again
+
+
+def load(folder: Path) -> Data:
+    """The rows of every machine in a folder. Raises SystemExit where there are none."""
+    from predictor import Measurement, SchemaError
+
+    measurements, tasks, processes, failures = [], [], [], []
+    seconds: dict[tuple[Any, ...], list[float]] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                measured = Measurement.from_dict(row["measurement"])
+            except (ValueError, KeyError, SchemaError) as error:
+                raise SystemExit(f"{file}:{number}: {error}") from None
+            key = file.name, row["task"], row["index"]
+            if measured.seconds_per_env_step is not None:
+                seconds.setdefault((*key, measured.workload.loop_count), []).append(measured.seconds_per_env_step)
+            if row["repeat"]:
+                continue
+            if measured.outcome == "ok":
+                measurements.append(measured)
+                tasks.append(row["task"])
+                processes.append(key)
+            else:
+                failures.append(measured)
+    if not measurements:
+        raise SystemExit(f"{folder}: nothing measured; run benchmarks/collect.py --record")
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(processes))}
+    repeated = [values for values in seconds.values() if len(values) > 1]
+    return Data(measurements, tasks, np.array([numbers[key] for key in processes]), failures, repeated)
+
+
+def splits(data: Data, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows to learn from, in the order they become available, and rows to be judged by; no process has both."""
+    for seed in range(count):
+        order = np.random.default_rng(seed).permutation(data.processes.max() + 1)
+        held_out = order[: len(order) // HELD_OUT]
+        train = np.concatenate([np.flatnonzero(data.processes == p) for p in order[len(held_out) :]])
+        yield train, np.flatnonzero(np.isin(data.processes, held_out))
+
+
+def score(model: Any, measurements: Sequence[Any], *, base: bool = False) -> np.ndarray:
+    """Log seconds that a predictor expects, machine by machine."""
+    from predictor import stack
+
+    found = np.zeros(len(measurements))
+    for kind in dict.fromkeys(m.hardware for m in measurements):
+        rows = [i for i, m in enumerate(measurements) if m.hardware == kind]
+        function = model.base_log_seconds if base else model.log_seconds
+        found[rows] = np.asarray(function(stack([measurements[i].workload for i in rows]), kind))
+    return found
+
+
+def in_distribution(data: Data, count: int, wanted: Callable[[str], bool]) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures by learner and number of configurations, means over splits."""
+    from predictor import RuntimePredictor
+    from predictor.baselines import BASELINES, make_table
+    from predictor.metrics import METRICS
+
+    table = make_table(data.measurements)
+    threaded = np.array([m.workload.sebulba > 0 for m in data.measurements])
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+
+    def judge(name: str, size: str, predicted: np.ndarray, test: np.ndarray) -> None:
+        tasks, measured = [data.tasks[i] for i in test], table.log_seconds[test]
+        figures = {metric: function(predicted, measured, tasks) for metric, function in METRICS.items()}
+        some = threaded[test]
+        figures["mape_threads"] = METRICS["mape"](predicted[some], measured[some], tasks) if some.any() else float("nan")
+        found.setdefault(name, {}).setdefault(size, []).append(figures)
+
+    for pool, test in track(list(splits(data, count)), "splits", console=console):
+        unseen = [data.measurements[i] for i in test]
+        for size in (*SIZES, len(pool)):
+            if size > len(pool):
+                continue
+            train, label = pool[:size], "all" if size == len(pool) else str(size)
+            model = RuntimePredictor().fit([data.measurements[i] for i in train])
+            if wanted("shipped"):
+                judge("shipped", label, score(model, unseen), test)
+                judge("shipped, network not heard", label, score(model, unseen, base=True), test)
+            for name, baseline in BASELINES.items():
+                if wanted(name):
+                    judge(name, label, baseline(table.rows(train), table.rows(test)), test)
+    return {
+        name: {size: {k: float(np.nanmean([r[k] for r in rows])) for k in rows[0]} for size, rows in sizes.items()}
+        for name, sizes in found.items()
+    }
+
+
+def held_out_groups(data: Data) -> dict[str, np.ndarray]:
+    """What transfer is judged by: bool [n] each."""
+    workloads = [m.workload for m in data.measurements]
+    kinds = {
+        "environment": [task.split(",")[0] for task in data.tasks],
+        "runtime": ["sebulba" if w.sebulba else "anakin" for w in workloads],
+        "network": ["grid" if task.split(",")[0] in ("image", "board") else "dense" for task in data.tasks],
+        "cores": [f"{w.cores:g}" for w in workloads],
+        "machine": [m.hardware.id for m in data.measurements],
+    }
+    groups = {f"{kind} {value}": np.array(column) == value for kind, column in kinds.items() for value in sorted(set(column))}
+    return {name: rows for name, rows in groups.items() if 8 < rows.sum() < len(rows) - 8}
+
+
+def transfer(data: Data, count: int) -> dict[str, dict[str, float]]:
+    """Mean relative error on each group that was held out, calibrated by 1 and by 8 of it; means over draws of those."""
+    from predictor import RuntimePredictor
+    from predictor.metrics import relative_errors
+
+    measured = np.log([m.seconds_per_env_step for m in data.measurements])
+    found: dict[str, dict[str, float]] = {}
+    for name, held_out in track(list(held_out_groups(data).items()), "transfer", console=console):
+        model = RuntimePredictor().fit([data.measurements[i] for i in np.flatnonzero(~held_out)])
+        errors: dict[str, list[float]] = {"1": [], "8": []}
+        for seed in range(count):
+            rows = np.random.default_rng(seed).permutation(np.flatnonzero(held_out))
+            for number in errors:
+                seen, unseen = rows[: int(number)], rows[8:]
+                ready = model.calibrate([data.measurements[i] for i in seen])
+                predicted = score(ready, [data.measurements[i] for i in unseen])
+                errors[number].append(float(np.mean(relative_errors(predicted, measured[unseen]))))
+        found[name] = {f"mape_after_{number}": float(np.mean(values)) for number, values in errors.items()}
+    return found
+
+
+def memory(data: Data, count: int) -> dict[str, float]:
+    """Error of peak memory, and how failures of memory are foreseen, by predictors fitted to the other part."""
+    from predictor import RuntimePredictor
+    from predictor.metrics import detection
+
+    errors, foreseen, failed = [], [], []
+    for pool, test in track(list(splits(data, count)), "memory", console=console):
+        model = RuntimePredictor().fit([data.measurements[i] for i in pool])
+        for m in [*(data.measurements[i] for i in test), *data.failures]:
+            expected = model.predict(m.workload, m.hardware)
+            if m.outcome == "ok" and m.peak_bytes and not m.from_cache:
+                errors.append(abs(expected.peak_bytes / m.peak_bytes - 1.0))
+            foreseen.append(expected.outcome != "ok")
+            failed.append(m.outcome != "ok")
+    found = detection(np.array(foreseen), np.array(failed))
+    return {"peak_mape": float(np.mean(errors)), "failure_recall": found.recall, "failure_precision": found.precision}
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Tables for people."""
+    lines = Lines(title="in distribution: mean relative error (of threads alone), tau, slowdown of the best of 1 and of 5")
+    sizes = list(dict.fromkeys(size for by_size in figures["in_distribution"].values() for size in by_size))
+    for column in ("learner", *sizes):
+        lines.add_column(column)
+    for name, by_size in figures["in_distribution"].items():
+        cells = [
+            f"{f['mape']:.1%} ({f['mape_threads']:.0%}) {f['kendall_tau']:.2f} {f['top1_slowdown']:.2f} {f['top5_slowdown']:.2f}"
+            for f in (by_size[size] for size in sizes)
+        ]
+        lines.add_row(name, *cells)
+    console.print(lines)
+    lines = Lines("held out", "after 1", "after 8", title="transfer: mean relative error")
+    for name, found in figures["transfer"].items():
+        lines.add_row(name, *(f"{x:.1%}" for x in found.values()))
+    console.print(lines)
+    console.print(
+        f"noise floor {figures['noise_floor']:.1%} over {figures['repeated']} configurations measured again; "
+        f"peak memory {figures['memory']['peak_mape']:.1%}, failures: recall {figures['memory']['failure_recall']:.2f}, "
+        f"precision {figures['memory']['failure_precision']:.2f}"
+    )
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--splits", type=int, default=10)
+    parser.add_argument("--data", type=Path, default=DATA / "collected", help="folder of what was measured")
+    parser.add_argument("--only", metavar="TEXT", help="learners whose name has it")
+    args = parser.parse_args()
+    use_device(args.device)
+    from predictor.metrics import noise_floor
+
+    data = load(args.data)
+    figures = {
+        "configurations": len(data.measurements),
+        "failures": len(data.failures),
+        "splits": args.splits,
+        "repeated": len(data.repeated),
+        "noise_floor": noise_floor(data.repeated),
+        "in_distribution": in_distribution(data, args.splits, lambda name: not args.only or args.only in name),
+        "transfer": transfer(data, args.splits),
+        "memory": memory(data, args.splits),
+    }
+    show(figures)
+    finish("predictor", figures, record=args.record)
+
+
+if __name__ == "__main__":
+    main()

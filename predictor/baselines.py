@@ -1,0 +1,222 @@
+"""What the predictor must beat, by the libraries people would use; the extra ``muzerox[benchmarks]`` installs them.
+
+A baseline is ``(table of training, table of test) -> log seconds of test``. Those named "base, ..." learn what is left of the
+analytic base, which is fitted to the same measurements; the others see a configuration's numbers, and the machine's, as
+logarithms. To add one, add a row to ``BASELINES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from predictor.analytic import Rates, hardware_rates, stack, stages
+from predictor.coefficients import fit_coefficients
+from predictor.overlap import POWER, bound_weights, total
+from predictor.schema import Measurement, Workload
+
+_TRIES = 12  # of settings, when trees are tuned
+_FOLDS = 4
+
+
+class Table(NamedTuple):
+    """Measurements as arrays of n rows."""
+
+    workload: Workload  # fields [n]
+    hardware: Rates  # fields [n]
+    stage_seconds: np.ndarray  # [n, S]
+    knobs: np.ndarray  # [n, F] logarithms of the numbers of workload and machine
+    log_seconds: np.ndarray  # [n]
+
+    def rows(self, chosen: np.ndarray) -> Table:
+        """Some of the rows."""
+        return jax.tree.map(lambda x: np.asarray(x)[chosen], self)
+
+
+Baseline = Callable[[Table, Table], np.ndarray]
+
+
+def make_table(measurements: Sequence[Measurement]) -> Table:
+    """Measurements that tell seconds, as arrays."""
+    workload = stack([m.workload for m in measurements])
+    rates = [hardware_rates(m.hardware) for m in measurements]
+    hardware = Rates(*(np.asarray(column, np.float32) for column in zip(*rates, strict=True)))
+    numbers = np.stack([*jax.tree.leaves(workload), *hardware], axis=1)
+    return Table(
+        workload,
+        hardware,
+        np.asarray(jax.jit(stages)(workload, hardware)),
+        np.log2(np.maximum(numbers, 1e-9)),
+        np.log([m.seconds_per_env_step or np.nan for m in measurements]),
+    )
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"{name} is missing: pip install 'muzerox[benchmarks]'") from None
+
+
+def _standardised(train: Table, test: Table, columns: Callable[[Table], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Columns by mean and deviation over the training rows; those that do not vary there are 0."""
+    x, y = columns(train), columns(test)
+    mean, deviation = x.mean(0), x.std(0)
+    scale = np.where(deviation > 1e-6, 1.0 / np.maximum(deviation, 1e-6), 0.0)
+    return (x - mean) * scale, (y - mean) * scale
+
+
+def _knobs(table: Table) -> np.ndarray:
+    return table.knobs
+
+
+def _knobs_and_stages(table: Table) -> np.ndarray:
+    """What the graph's nodes and edges are made of: numbers, and the shares of stages."""
+    shares = table.stage_seconds / table.stage_seconds.sum(1, keepdims=True)
+    return np.concatenate([table.knobs, np.log(shares + 1e-4), np.log(table.stage_seconds.sum(1, keepdims=True))], axis=1)
+
+
+def mean(train: Table, test: Table) -> np.ndarray:
+    """The geometric mean."""
+    return np.full(len(test.log_seconds), train.log_seconds.mean())
+
+
+def ridge(train: Table, test: Table) -> np.ndarray:
+    """Ridge regression, its weight by leave-one-out."""
+    x, y = _standardised(train, test, _knobs)
+    model = _module("sklearn.linear_model").RidgeCV(alphas=np.logspace(-2, 3, 11)).fit(x, train.log_seconds)
+    return model.predict(y)
+
+
+def forest(train: Table, test: Table) -> np.ndarray:
+    """Random forest (Breiman, 2001)."""
+    model = _module("sklearn.ensemble").RandomForestRegressor(300, random_state=0, n_jobs=1)
+    return model.fit(train.knobs, train.log_seconds).predict(test.knobs)
+
+
+def _tuned(make: Callable[[dict[str, Any]], Any], x: np.ndarray, target: np.ndarray) -> Any:
+    """The settings, of some drawn at random, with the least error when a part is held out; fitted to everything."""
+    rng = np.random.default_rng(0)
+    fold = rng.permutation(len(target)) % _FOLDS
+    best: tuple[float, Any] = (np.inf, None)
+    for _ in range(_TRIES):
+        settings = {
+            "n_estimators": int(rng.choice([50, 100, 200, 400])),
+            "max_depth": int(rng.integers(2, 7)),
+            "learning_rate": float(10 ** rng.uniform(-1.7, -0.5)),
+            "subsample": float(rng.uniform(0.6, 1.0)),
+            "reg_lambda": float(10 ** rng.uniform(-1.0, 1.0)),
+        }
+        errors = [
+            np.abs(make(settings).fit(x[fold != k], target[fold != k]).predict(x[fold == k]) - target[fold == k])
+            for k in range(_FOLDS)
+        ]
+        best = min(best, (float(np.mean(np.concatenate(errors))), settings), key=lambda found: found[0])
+    return make(best[1]).fit(x, target)
+
+
+def _xgboost(settings: dict[str, Any]) -> Any:
+    return _module("xgboost").XGBRegressor(**settings, min_child_weight=1, n_jobs=1, random_state=0)
+
+
+def _lightgbm(settings: dict[str, Any]) -> Any:
+    few = {"min_child_samples": 3, "min_data_in_bin": 1}  # its defaults are for thousands of rows
+    return _module("lightgbm").LGBMRegressor(**settings, **few, subsample_freq=1, n_jobs=1, random_state=0, verbose=-1)
+
+
+def xgboost(train: Table, test: Table) -> np.ndarray:
+    """XGBoost (Chen and Guestrin, 2016), tuned by cross-validation."""
+    return _tuned(_xgboost, train.knobs, train.log_seconds).predict(test.knobs)
+
+
+def lightgbm(train: Table, test: Table) -> np.ndarray:
+    """LightGBM (Ke et al., 2017), tuned by cross-validation."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names of features that an array does not have
+        return _tuned(_lightgbm, train.knobs, train.log_seconds).predict(test.knobs)
+
+
+def _process(x: np.ndarray, target: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """A Gaussian process with one length for all columns and noise, by marginal likelihood."""
+    kernels = _module("sklearn.gaussian_process.kernels")
+    kernel = kernels.ConstantKernel(1.0, (1e-3, 1e3)) * kernels.RBF(5.0, (0.5, 100.0)) + kernels.WhiteKernel(0.05, (1e-4, 10.0))
+    process = _module("sklearn.gaussian_process").GaussianProcessRegressor(
+        kernel, normalize_y=True, n_restarts_optimizer=1, random_state=0
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lengths at the end of their range
+        return process.fit(x, target).predict(y)
+
+
+def process(train: Table, test: Table) -> np.ndarray:
+    """Gaussian process."""
+    x, y = _standardised(train, test, _knobs)
+    return _process(x, train.log_seconds, y)
+
+
+def _base(train: Table, test: Table, power: float | None) -> tuple[np.ndarray, np.ndarray]:
+    """Log seconds of training and test by the analytic base fitted to training; ``power`` None: stages add up."""
+    weights = None if power is None else np.asarray(bound_weights(train.workload, train.hardware))
+    coefficients = fit_coefficients(train.stage_seconds, np.exp(train.log_seconds), weights)
+
+    def of(table: Table) -> np.ndarray:
+        if power is None:
+            return np.log(table.stage_seconds @ coefficients)
+        return np.log(np.asarray(total(coefficients * table.stage_seconds, table.workload, table.hardware)))
+
+    return of(train), of(test)
+
+
+def base_sum(train: Table, test: Table) -> np.ndarray:
+    """The analytic base, its stages added up: non-negative least squares."""
+    return _base(train, test, None)[1]
+
+
+def base(train: Table, test: Table) -> np.ndarray:
+    """The analytic base, its bounds combined by a p-norm."""
+    return _base(train, test, POWER)[1]
+
+
+def base_xgboost(train: Table, test: Table) -> np.ndarray:
+    """XGBoost on what the base leaves."""
+    fitted, predicted = _base(train, test, POWER)
+    return predicted + _tuned(_xgboost, train.knobs, train.log_seconds - fitted).predict(test.knobs)
+
+
+def base_process(train: Table, test: Table) -> np.ndarray:
+    """A Gaussian process on what the base leaves."""
+    fitted, predicted = _base(train, test, POWER)
+    x, y = _standardised(train, test, _knobs)
+    return predicted + _process(x, train.log_seconds - fitted, y)
+
+
+def base_mlp(train: Table, test: Table) -> np.ndarray:
+    """Four small dense networks on what the base leaves, with the quantities that the graph is made of."""
+    fitted, predicted = _base(train, test, POWER)
+    x, y = _standardised(train, test, _knobs_and_stages)
+    make = _module("sklearn.neural_network").MLPRegressor
+    settings: dict[str, Any] = {"hidden_layer_sizes": (32, 32), "alpha": 1.0, "max_iter": 500, "learning_rate_init": 3e-3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of training that could go on
+        found = [make(**settings, random_state=k).fit(x, train.log_seconds - fitted).predict(y) for k in range(4)]
+    return predicted + np.mean(found, axis=0)
+
+
+BASELINES: dict[str, Baseline] = {
+    "mean": mean,
+    "ridge on logs": ridge,
+    "random forest": forest,
+    "XGBoost, tuned": xgboost,
+    "LightGBM, tuned": lightgbm,
+    "Gaussian process": process,
+    "base, added up": base_sum,
+    "base, p-norm": base,
+    "base, XGBoost": base_xgboost,
+    "base, Gaussian process": base_process,
+    "base, MLP": base_mlp,
+}
