@@ -209,13 +209,17 @@ def main() -> None:
     from predictor.metrics import noise_floor
 
     data = load(args.data)
+    try:
+        found = in_distribution(data, args.splits, lambda name: not args.only or args.only in name)
+    except ImportError as error:
+        raise SystemExit(str(error)) from None
     figures = {
         "configurations": len(data.measurements),
         "failures": len(data.failures),
         "splits": args.splits,
         "repeated": len(data.repeated),
         "noise_floor": noise_floor(data.repeated),
-        "in_distribution": in_distribution(data, args.splits, lambda name: not args.only or args.only in name),
+        "in_distribution": found,
         "transfer": transfer(data, args.splits),
         "memory": memory(data, args.splits),
     }

@@ -30,12 +30,12 @@ class LearnerState(struct.PyTreeNode):
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW after clipping by global norm; its rates are in the state."""
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) after clipping by global norm; its rates are in the state."""
     train = config.train
     learning_rate: Any = train.learning_rate
-    if train.final_learning_rate != 1.0:
+    if train.final_learning_rate is not None:
         last = max(1, round(train.max_env_steps * config.replay_ratio / train.batch_size))
-        learning_rate = optax.linear_schedule(learning_rate, learning_rate * train.final_learning_rate, last)
+        learning_rate = optax.linear_schedule(train.learning_rate, train.final_learning_rate, last)
     adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=learning_rate, weight_decay=train.weight_decay)
     return optax.chain(optax.clip_by_global_norm(train.max_grad_norm), adamw)
 

@@ -166,8 +166,8 @@ class TrainConfig(Section):
     )
     target_period: int = knob(100, "updates between copies into the target network", unit="updates", low=1, high=10_000_000)
     learning_rate: float = knob(2e-3, "AdamW step size", low=0.0, high=10.0)
-    final_learning_rate: float = knob(
-        1.0, "share of learning_rate left at max_env_steps; it falls in a line, 1 keeps it", unit="share", low=0.0, high=1.0
+    final_learning_rate: float | None = knob(
+        None, "AdamW step size at max_env_steps, reached in a straight line; absent: learning_rate all along", low=0.0, high=10.0
     )
     weight_decay: float = knob(1e-4, "AdamW weight decay", low=0.0, high=10.0)
     max_grad_norm: float = knob(5.0, "gradients are clipped to this global norm", above=0.0, high=1e9)

@@ -88,6 +88,11 @@ def hardware_rates(hardware: Hardware) -> Rates:
     return Rates(*(np.float32(getattr(hardware, name)) for name in Rates._fields))
 
 
+def stack_rates(machines: Sequence[Hardware]) -> Rates:
+    """Machines as rates with fields float32 [C]."""
+    return Rates(*(np.asarray(column, np.float32) for column in zip(*map(hardware_rates, machines), strict=True)))
+
+
 def stack(workloads: Sequence[Workload]) -> Workload:
     """Workloads of scalars as one with fields float32 [C]."""
     return jax.tree.map(lambda *fields: np.asarray(fields, np.float32), *workloads)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from predictor.analytic import Rates, hardware_rates, stack, stages
+from predictor.analytic import Rates, stack, stack_rates, stages
 from predictor.coefficients import fit_coefficients
-from predictor.overlap import POWER, bound_weights, total
+from predictor.overlap import bound_weights, total
 from predictor.schema import Measurement, Workload
 
 _TRIES = 12  # of settings, when trees are tuned
@@ -42,10 +42,9 @@ Baseline = Callable[[Table, Table], np.ndarray]
 
 
 def make_table(measurements: Sequence[Measurement]) -> Table:
-    """Measurements that tell seconds, as arrays."""
+    """Measurements as arrays; log seconds are NaN where a measurement tells none."""
     workload = stack([m.workload for m in measurements])
-    rates = [hardware_rates(m.hardware) for m in measurements]
-    hardware = Rates(*(np.asarray(column, np.float32) for column in zip(*rates, strict=True)))
+    hardware = stack_rates([m.hardware for m in measurements])
     numbers = np.stack([*jax.tree.leaves(workload), *hardware], axis=1)
     return Table(
         workload,
@@ -159,13 +158,13 @@ def process(train: Table, test: Table) -> np.ndarray:
     return _process(x, train.log_seconds, y)
 
 
-def _base(train: Table, test: Table, power: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """Log seconds of training and test by the analytic base fitted to training; ``power`` None: stages add up."""
-    weights = None if power is None else np.asarray(bound_weights(train.workload, train.hardware))
+def _base(train: Table, test: Table, *, overlap: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Log seconds of training and test by the analytic base fitted to training; without ``overlap`` stages add up."""
+    weights = np.asarray(bound_weights(train.workload, train.hardware)) if overlap else None
     coefficients = fit_coefficients(train.stage_seconds, np.exp(train.log_seconds), weights)
 
     def of(table: Table) -> np.ndarray:
-        if power is None:
+        if not overlap:
             return np.log(table.stage_seconds @ coefficients)
         return np.log(np.asarray(total(coefficients * table.stage_seconds, table.workload, table.hardware)))
 
@@ -174,30 +173,30 @@ def _base(train: Table, test: Table, power: float | None) -> tuple[np.ndarray, n
 
 def base_sum(train: Table, test: Table) -> np.ndarray:
     """The analytic base, its stages added up: non-negative least squares."""
-    return _base(train, test, None)[1]
+    return _base(train, test, overlap=False)[1]
 
 
 def base(train: Table, test: Table) -> np.ndarray:
     """The analytic base, its bounds combined by a p-norm."""
-    return _base(train, test, POWER)[1]
+    return _base(train, test)[1]
 
 
 def base_xgboost(train: Table, test: Table) -> np.ndarray:
     """XGBoost on what the base leaves."""
-    fitted, predicted = _base(train, test, POWER)
+    fitted, predicted = _base(train, test)
     return predicted + _tuned(_xgboost, train.knobs, train.log_seconds - fitted).predict(test.knobs)
 
 
 def base_process(train: Table, test: Table) -> np.ndarray:
     """A Gaussian process on what the base leaves."""
-    fitted, predicted = _base(train, test, POWER)
+    fitted, predicted = _base(train, test)
     x, y = _standardised(train, test, _knobs)
     return predicted + _process(x, train.log_seconds - fitted, y)
 
 
 def base_mlp(train: Table, test: Table) -> np.ndarray:
     """Four small dense networks on what the base leaves, with the quantities that the graph is made of."""
-    fitted, predicted = _base(train, test, POWER)
+    fitted, predicted = _base(train, test)
     x, y = _standardised(train, test, _knobs_and_stages)
     make = _module("sklearn.neural_network").MLPRegressor
     settings: dict[str, Any] = {"hidden_layer_sizes": (32, 32), "alpha": 1.0, "max_iter": 500, "learning_rate_init": 3e-3}

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from predictor import model
-from predictor.analytic import Rates, Value, hardware_rates, stack, stages
+from predictor.analytic import Rates, Value, stack, stack_rates, stages
 from predictor.coefficients import PRIOR, fit_coefficients
 from predictor.graph import make_graph
 from predictor.model import Network
@@ -131,10 +131,8 @@ def _table(measurements: Sequence[Measurement]) -> tuple[Workload, Rates, np.nda
     """Workloads and rates with fields [P], P a power of two of at least 64, padded with the first; seconds [M]."""
     size = max(64, 1 << (len(measurements) - 1).bit_length())
     rows = [*measurements, *[measurements[0]] * (size - len(measurements))]
-    rates = [hardware_rates(m.hardware) for m in rows]
-    hardware = Rates(*(np.asarray(column, np.float32) for column in zip(*rates, strict=True)))
     seconds = np.array([m.seconds_per_env_step for m in measurements], np.float64)
-    return stack([m.workload for m in rows]), hardware, seconds
+    return stack([m.workload for m in rows]), stack_rates([m.hardware for m in rows]), seconds
 
 
 _stages, _weights, _total = jax.jit(stages), jax.jit(bound_weights), jax.jit(total)

@@ -5,8 +5,7 @@ for something in it, for steps that the replay ratio allows, for a dispatch to e
 needs (Python's lock, cores, a device's time), and where more is wanted than there is, everybody is slowed down alike. Between
 two events nothing changes, so the next one is known: a fluid model of processor sharing, as simulators of data centres use
 (SimGrid: Casanova et al., 2014). It is one ``lax.scan`` over arrays of threads, mapped over candidates, so that tens of
-thousands of pipelines, with any number of devices, take seconds to minutes. It plans clusters nobody has yet, and what it
-knows beyond the analytic base is what the graph network is pretrained on.
+thousands of pipelines, with far more devices than one machine has, take minutes.
 """
 
 from __future__ import annotations
@@ -45,18 +44,16 @@ _PARTS = {
     "acting_spread": SPREAD[:1],
     "contexts": ("contexts",),
     "ready": ("ready",),
-    "targets_narrow": _rest("search", "ready"),
-    "targets_spread": SPREAD[2:],
+    "targets": _rest("search", "ready"),
     "dispatch": ("dispatch",),
     "learner_narrow": _rest("learner", "dispatch"),
-    "learner_spread": SPREAD[1:2],
+    "learner_spread": SPREAD[1:],
 }
 _MEMBERS = np.array([[stage in names for names in _PARTS.values()] for stage in STAGES], np.float32)  # [S, parts]
 
 _KIND = np.repeat(np.arange(len(KINDS)), MOST)  # [T]
 _INDEX = np.concatenate([np.arange(n) for n in MOST])  # [T], among its kind
-_OF_KIND = np.eye(len(KINDS), dtype=np.float32)[_KIND]  # [T, K]
-_SELFPLAY, _CONTEXT, _SEARCH, _LEARNER, _UPDATE = _OF_KIND.astype(bool).T
+_SELFPLAY, _CONTEXT, _SEARCH, _LEARNER, _UPDATE = (kind == _KIND for kind in range(len(KINDS)))
 
 
 class Simulated(NamedTuple):
@@ -103,7 +100,6 @@ class _State(NamedTuple):
     spent: jax.Array  # [1 + 1 + K + 2] in the second half: time, core seconds, busy thread seconds, depths times time
 
 
-@functools.partial(jax.jit, static_argnames=("events", "chunk"))
 def simulate(
     stage_seconds: jax.Array,
     workload: Workload,
@@ -119,11 +115,28 @@ def simulate(
 
     Args:
       stage_seconds: [C, S] an environment step, with coefficients.
-      workload: fields [C], of ``sebulba``; at most ``MOST`` threads of a kind, more count as that many.
+      workload: fields [C], all of ``sebulba``, with at most ``MOST`` threads of a kind.
       hardware: fields [] or [C].
       events: simulated, after which no more than a share of a dispatch should be missing from a second half.
       chunk: pipelines simulated side by side.
+
+    Raises:
+      ValueError: one program instead of threads, more threads than ``MOST``, or too much jitter.
     """
+    if not 0.0 <= jitter <= 0.5:
+        raise ValueError(f"jitter = {jitter:g}: must be between 0 and 0.5")
+    if not np.all(workload.sebulba):
+        raise ValueError("workload.sebulba: must be 1 everywhere: of one program there is nothing to simulate")
+    for name, most in zip(("selfplay_workers", "cpu_actors", "searching_devices"), MOST, strict=False):
+        if (found := np.max(getattr(workload, name))) > most:
+            raise ValueError(f"workload.{name} = {found:g}: at most {most} are simulated")
+    return _simulate_all(stage_seconds, workload, hardware, jitter, events, chunk)
+
+
+@functools.partial(jax.jit, static_argnames=("events", "chunk"))
+def _simulate_all(
+    stage_seconds: jax.Array, workload: Workload, hardware: Rates, jitter: Value, events: int, chunk: int
+) -> Simulated:
     rows = stage_seconds.reshape(-1, len(STAGES))
     fields: tuple[Workload, Rates] = jax.tree.map(
         lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), rows.shape[:1]), (workload, hardware)
@@ -194,9 +207,9 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
     acting = [group["rows"], group["steps"], group["acting_narrow"], group["acting_spread"] * stretch]
     work = jnp.stack(
         [
-            *(jnp.stack(acting) * unit,),
+            jnp.stack(acting) * unit,
             jnp.stack([group["contexts"], zero, zero, zero]),
-            jnp.stack([group["ready"], zero, group["targets_narrow"], group["targets_spread"] * stretch]),
+            jnp.stack([group["ready"], zero, group["targets"], zero]),
             jnp.stack([group["dispatch"], zero, zero, zero]) * w.loop_count,
             jnp.stack([zero, zero, group["learner_narrow"], group["learner_spread"] * stretch]) * w.loop_count,
         ]
@@ -345,13 +358,7 @@ def _advance(p: _Pipeline, s: _State, jitter: Value, counted: jax.Array) -> _Sta
     time = s.time + step
     published = s.published + jnp.where(learnt, p.loop_count, 0.0)
     now = jnp.stack([time, published])
-    spent = jnp.concatenate(
-        [
-            jnp.stack([jnp.float32(1.0), cores]),
-            jnp.sum(together, axis=1),
-            s.queued,
-        ]
-    )
+    spent = jnp.concatenate([jnp.stack([jnp.float32(1.0), cores]), jnp.sum(together, axis=1), s.queued])
     return s._replace(
         time=time,
         phase=phase,

@@ -80,7 +80,10 @@ def next_allocation(current: np.ndarray, use: np.ndarray, temperature: float, ha
 
 
 def with_allocation(config: Config, allocated: np.ndarray, hardware: Hardware, cores: Sequence[int]) -> Config:
-    """The configuration under an allocation [R]; at most the cores it asked for, and a number among ``cores`` if given."""
+    """The configuration under an allocation [R]: at most the cores it asked for, at least a role's threads.
+
+    ``cores``: numbers to choose among; any where there are none.
+    """
     least = config.runtime.role_threads if config.runtime.kind == "sebulba" else 1
     wanted = min(config.allocation.cores or hardware.cores, max(least, math.ceil(allocated[0])))
     memory = min(math.ceil(allocated[1] / _GIB * _MEMORY_GRAIN) / _MEMORY_GRAIN, hardware.memory_bytes / _GIB)

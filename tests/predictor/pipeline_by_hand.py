@@ -31,7 +31,7 @@ class Pipeline:
         self.rounds, self.room, self.unit, self.window = rounds, room, unit, window
         self.loop_count, self.queues = loop_count, queues
         self.started = self.made = 1.0
-        self.begun = self.contexts = self.batches = self.hand = self.pending = self.under_way = self.published = 0
+        self.begun = self.contexts = self.batches = self.pending = self.under_way = self.published = 0
         bodies = {
             "selfplay": self.selfplay,
             "context": self.context,

@@ -189,6 +189,10 @@ def test_what_does_not_fit_is_foretold(make_workload: Callable[..., Workload], h
     taught = model.fit([measure(small, 1e-4), failure])
     assert taught.predict(medium, hardware).outcome is Outcome.OUT_OF_MEMORY
     assert taught.predict(near, hardware).outcome is Outcome.OK
+    # Under an allocation less is there, and failing under one says nothing of those without.
+    assert model.predict(make_workload(memory_bytes=2.0**29), hardware).outcome is Outcome.OUT_OF_MEMORY
+    held = measure(make_workload(memory_bytes=2.0**29), None, outcome=Outcome.OUT_OF_MEMORY, error="killed")
+    assert model.fit([measure(small, 1e-4), held]).predict(medium, hardware).outcome is Outcome.OK
     gpu = dataclasses.replace(hardware, platform="gpu", device_memory_bytes=10**9)
     assert model.predict(small, gpu).outcome is Outcome.OK
     assert model.predict(medium, gpu).outcome is Outcome.OUT_OF_MEMORY

@@ -173,3 +173,19 @@ def test_it_is_deterministic_and_a_pipeline_does_not_depend_on_its_neighbours(ma
     alone = run(workloads[1:2], stages[:1], PLENTY)
     np.testing.assert_array_equal(together.seconds_per_env_step, again.seconds_per_env_step)
     np.testing.assert_allclose(together.seconds_per_env_step[1], alone.seconds_per_env_step[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({"sebulba": 0.0}, {}, "must be 1 everywhere"),
+        ({"selfplay_workers": 33.0}, {}, "workload.selfplay_workers = 33: at most 32 are simulated"),
+        ({"searching_devices": 17.0}, {}, "workload.searching_devices = 17: at most 16"),
+        ({}, {"jitter": 0.6}, "jitter = 0.6: must be between 0 and 0.5"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    make_threaded: MakeThreaded, fields: dict[str, float], options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run([make_threaded(), make_threaded(**fields)], [{"learner_flops": 1e-5}] * 2, PLENTY, **options)

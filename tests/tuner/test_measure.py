@@ -42,6 +42,22 @@ def test_a_measurement_says_what_a_run_costs(tiny: Config, machine: Hardware) ->
     assert first.workload == describe(concrete(config, "cpu"))
 
 
+def test_a_run_that_would_outgrow_its_allocation_when_it_saves_has_failed(tiny: Config, machine: Hardware) -> None:
+    timing = Timing(tiny.replace("allocation.memory_gib", 4.0), hardware=machine, timeout=120.0)
+    try:
+        timing.wait()
+        timing.burst(0.05)
+        assert timing.measurement().outcome is Outcome.OK
+        (bursts,) = timing.bursts.values()
+        bursts[0]["peak_bytes"] = 4.5 * 2**30  # with the copy of its state
+        short = timing.measurement()
+    finally:
+        timing.worker.stop()
+    assert short.workload.memory_bytes == 4 * 2**30
+    assert (short.outcome, short.error) == (Outcome.OUT_OF_MEMORY, "saving needs 4.50 GiB of 4.00")
+    assert short.peak_bytes == 4.5 * 2**30
+
+
 def test_the_allocation_is_taken_before_jax_starts() -> None:
     code = "import os, jax; print(len(os.sched_getaffinity(0)), os.environ.get('XLA_CLIENT_MEM_FRACTION'), 'jax' in sys.modules)"
     program = (
