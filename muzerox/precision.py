@@ -53,6 +53,23 @@ def cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
+def pack(x: jax.Array, dtype: str) -> jax.Array:
+    """``x`` as a tree stores it: in ``dtype``; on CPU 16 bits as the whole number with the same bits.
+
+    XLA widens what a processor cannot compute with: to write a row of an array of bfloat16 it would turn all of it to float32
+    and back.
+    """
+    narrow = x.astype(dtype)
+    if narrow.dtype.itemsize != 2 or jax.default_backend() != "cpu":
+        return narrow
+    return jax.lax.bitcast_convert_type(narrow, jnp.uint16)
+
+
+def unpack(x: jax.Array, dtype: str) -> jax.Array:
+    """What was packed, in ``dtype``."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
 class LossScale(struct.PyTreeNode):
     """State of the loss scale."""
 

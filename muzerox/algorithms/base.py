@@ -17,7 +17,7 @@ import optax
 from muzerox import transforms
 from muzerox.config import Config
 from muzerox.networks import make_model
-from muzerox.precision import POLICIES, cast, resolve
+from muzerox.precision import POLICIES, cast, pack, resolve, unpack
 from muzerox.search import Search
 from muzerox.types import Algorithm, Batch, Decision, EnvSpec, LossOutput, Params, Targets
 
@@ -38,7 +38,7 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
 
     def recurrent(params: Params, key: jax.Array, action: jax.Array, embedding: jax.Array) -> tuple:
         del key
-        hidden, reward_logits = model.dynamics(params, embedding, action)
+        hidden, reward_logits = model.dynamics(params, unpack(embedding, policy.embedding), action)
         prior_logits, value_logits = model.predict(params, hidden)
         output = mctx.RecurrentFnOutput(
             reward=transforms.expected_value(reward_logits, net.reward_bound),
@@ -46,7 +46,7 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
             prior_logits=prior_logits,
             value=scalar_value(value_logits),
         )
-        return output, hidden.astype(policy.embedding)
+        return output, pack(hidden, policy.embedding)
 
     def act(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None, explore: bool) -> Decision:
         params = cast(params, policy.acting)
@@ -64,9 +64,8 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
     def search_roots(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None, explore: bool) -> Decision:
         hidden = model.represent(params, observation)
         prior_logits, value_logits = model.predict(params, hidden)
-        root = mctx.RootFnOutput(
-            prior_logits=prior_logits, value=scalar_value(value_logits), embedding=hidden.astype(policy.embedding)
-        )
+        embedding = pack(hidden, policy.embedding)
+        root = mctx.RootFnOutput(prior_logits=prior_logits, value=scalar_value(value_logits), embedding=embedding)
         invalid = None if legal is None else 1 - legal.astype(jnp.int32)  # mctx marks what is not allowed
         return search(key, params, root, recurrent, invalid, explore)
 

@@ -19,7 +19,7 @@ from muzerox import replay
 from muzerox.algorithms import make_algorithm
 from muzerox.config import Config, PrecisionConfig
 from muzerox.learner import LearnerState, init_learner, make_batch, make_update
-from muzerox.precision import POLICIES, LossScale, adjust_loss_scale, cast, make_loss_scale, resolve
+from muzerox.precision import POLICIES, LossScale, adjust_loss_scale, cast, make_loss_scale, pack, resolve, unpack
 from muzerox.replay import ReplayState, Sample
 from muzerox.types import Algorithm, Transition
 
@@ -141,6 +141,16 @@ def test_auto_is_float32_on_cpu_and_scales_follow_the_level() -> None:
         assert resolve(PrecisionConfig()).level == "O0"
     tree = cast({"a": jnp.ones(2), "b": jnp.ones(2, jnp.int32), "c": jnp.ones(2, bool)}, "bfloat16")
     assert [leaf.dtype for leaf in jax.tree.leaves(tree)] == [jnp.bfloat16, jnp.int32, jnp.bool_]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_packed_comes_back_bit_for_bit(dtype: str) -> None:
+    x = jnp.array([0.0, -0.0, 1.0, 1 / 3, -2.5e-6, 6e4, jnp.inf, -jnp.inf, jnp.nan])
+    packed = pack(x, dtype)
+    assert packed.dtype.itemsize == jnp.dtype(dtype).itemsize
+    back = unpack(packed, dtype)
+    assert back.dtype == dtype
+    np.testing.assert_array_equal(back.astype(jnp.float32), x.astype(dtype).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("kind", ["none", "static", "dynamic"])

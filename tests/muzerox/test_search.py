@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import chex
@@ -131,8 +132,29 @@ def test_tree_statistics_are_float32_and_embeddings_as_the_level_says(level: str
     for name in ("raw_values", "node_values", "children_prior_logits", "children_rewards", "children_values"):
         assert getattr(tree, name).dtype == jnp.float32, name
     assert tree.children_discounts.dtype == jnp.float32
-    assert tree.embeddings.dtype == stored
+    assert tree.embeddings.dtype == ("uint16" if stored == "bfloat16" and jax.default_backend() == "cpu" else stored)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(stored)}
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_storing_sixteen_bits_packed_changes_no_decision_and_widens_no_tree(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU XLA would turn all [.., width] embeddings to float32 and back at every simulation."""
+
+    def decide() -> tuple[Any, str]:
+        _, algorithm, params, observation, legal = _setup(GAME, precision__level="O2", search__engine=engine)
+        program = jax.jit(algorithm.act, static_argnums=4).lower(jax.random.key(0), params, observation, legal, True).compile()
+        return program(jax.random.key(0), params, observation, legal), program.as_text()
+
+    packed, program = decide()
+    monkeypatch.setattr("muzerox.algorithms.base.pack", lambda x, dtype: x.astype(dtype))
+    plain, widening = decide()
+    np.testing.assert_array_equal(packed.action, plain.action)
+    np.testing.assert_array_equal(packed.policy, plain.policy)
+    nodes = B * (N + 1)
+    stored = re.compile(rf"bf16\[({nodes}|{B},{N + 1}),\d+\]")
+    if jax.default_backend() == "cpu":
+        assert not stored.search(program)
+    assert stored.search(widening)
 
 
 @pytest.mark.parametrize(("spec", "sign"), [(VECTOR, 1.0), (GAME, -1.0)], ids=["one player", "two players"])
