@@ -5,9 +5,11 @@ Everything the tuner knows of a configuration, an environment or a run, it asks 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import platform as host
@@ -217,6 +219,9 @@ def _describe_runtime(config: Config) -> dict[str, float]:
     }
 
 
+_LEAST_STEP = 1e-7  # seconds; no environment in Python or C takes less
+
+
 @functools.lru_cache(8)
 def host_step_seconds(env_id: str) -> float:
     """Seconds of a step of one environment on the host, measured once a machine; 0 for one that is a program of the device.
@@ -238,29 +243,30 @@ def host_step_seconds(env_id: str) -> float:
     return seconds
 
 
-def _time_steps(env_id: str, few: int = 2, many: int = 18, rows: int = 60) -> float:
+def _time_steps(env_id: str, few: int = 2, many: int = 66, rows: int = 100) -> float:
     """By what a row takes longer with many environments than with few: what a row costs by itself is counted elsewhere.
 
-    In a process of its own, so that one which crashes or hangs takes nothing with it.
+    Rows of the two alternate, so that a machine that slows down meanwhile slows both. In processes of their own, so that an
+    environment which crashes or hangs takes nothing with it.
     """
     actions = np.random.default_rng(0)
-    times = {}
+    passed: dict[int, list[float]] = {few: [], many: []}
     try:
-        for num_envs in (few, many):
-            batch = in_process(env_id, num_envs, 0, 60.0)
-            try:
-                num_actions, passed = batch.reset().legal.shape[1], []
-                for _ in range(rows):
-                    action = actions.integers(0, num_actions, num_envs).astype(np.int32)
-                    start = time.perf_counter()
-                    batch.step(action)
-                    passed.append(time.perf_counter() - start)
-            finally:
-                batch.close()
-            times[num_envs] = statistics.median(passed)
+        with contextlib.ExitStack() as stack:
+            batches = {}
+            for num_envs in passed:
+                batches[num_envs] = in_process(env_id, num_envs, 0, 60.0)
+                stack.callback(batches[num_envs].close)
+            num_actions = {num_envs: batch.reset().legal.shape[1] for num_envs, batch in batches.items()}
+            for _, (num_envs, batch) in itertools.product(range(rows), batches.items()):
+                action = actions.integers(0, num_actions[num_envs], num_envs).astype(np.int32)
+                start = time.perf_counter()
+                batch.step(action)
+                passed[num_envs].append(time.perf_counter() - start)
     except (RuntimeError, TimeoutError, OSError) as error:
         raise RunFailed(f"{env_id} fails when it is stepped: {' '.join(str(error).split())[:300]}") from None
-    return float(f"{max((times[many] - times[few]) / (many - few), 1e-8):.2g}")
+    longer = statistics.median(b - a for a, b in zip(passed[few], passed[many], strict=True)) / (many - few)
+    return float(f"{max(longer, _LEAST_STEP):.2g}")
 
 
 class Session:
