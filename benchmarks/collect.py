@@ -176,6 +176,31 @@ def read(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def describe_again(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
+    """The rows of an older schema in today's: their workloads are counted anew from their configurations.
+
+    What was measured stays, the seconds of a step of an environment on the host among it.
+    """
+    from rich.progress import track
+
+    from predictor.schema import SCHEMA
+    from tuner.bridge import Config, describe
+
+    for row in track(rows, "configurations", console=console):
+        old = row["measurement"]
+        if old["schema"] == SCHEMA:
+            continue
+        workload = describe(Config.from_dict(row["config"]))
+        host_step_seconds = old["workload"]["host_step_seconds"]
+        old["workload"] = dataclasses.replace(workload, host_step_seconds=host_step_seconds).to_dict()
+        old["schema"] = SCHEMA
+    part = file.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    append(part, rows)
+    part.replace(file)
+    return rows
+
+
 def append(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Adds rows and returns when they are on disk."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -272,6 +297,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="of a burst, about")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that compiling, or a burst, may take")
     parser.add_argument("--most", type=float, default=2.0, help="seconds an update may take by the predictor; above, left out")
+    parser.add_argument("--describe-again", action="store_true", help="bring rows of an older schema up to date first")
     parser.add_argument("--out", type=Path, help="folder of the rows (default: collected, here or with --record under data)")
     args = parser.parse_args()
     if args.count < 1 or args.rounds < 1:
@@ -286,6 +312,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # the device is for those who are measured
     file = (args.out or (DATA if args.record else Path()) / "collected") / f"{hardware.id}.jsonl"
     rows = read(file)
+    if args.describe_again:
+        rows = describe_again(rows, file)
     try:
         collect(rows, hardware, args, file)
     except KeyboardInterrupt:

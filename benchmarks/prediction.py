@@ -68,7 +68,9 @@ def measure(repeats: int) -> dict[str, Any]:
 
     rows = make_measurements(BATCH, 1)
     candidates, rates = stack([m.workload for m in rows]), hardware_rates(rows[0].hardware)
-    params = RuntimePredictor().params._replace(shrinkage=np.float32(0.5), limit=np.float32(1.0))
+    params = RuntimePredictor().params._replace(
+        shrinkage=np.float32(0.5), limit=np.float32(1.0)
+    )  # the network is evaluated, whatever it says
     for name, function in (("base", base_log_seconds), ("graph_network", log_seconds)):
         score = jax.jit(function)
         start = time.perf_counter()

@@ -8,12 +8,12 @@ Kendall's tau and slowdowns are within a task. Needs the extra ``muzerox[benchma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from collected import Data, load
 from common import DATA, finish, make_parser, use_device
 from rich.console import Console
 from rich.progress import track
@@ -22,47 +22,6 @@ from rich.table import Table as Lines
 SIZES = (16, 32, 64)
 HELD_OUT = 5  # one process in so many
 console = Console(stderr=True)
-
-
-class Data(NamedTuple):
-    """A collection."""
-
-    measurements: list[Any]  # of configurations that ran
-    tasks: list[str]  # of each
-    processes: np.ndarray  # [n] number of the process that each was measured in
-    failures: list[Any]  # measurements of those that did not
-    repeated: list[list[float]]  # seconds of configurations that were measured again
-
-
-def load(folder: Path) -> Data:
-    """The rows of every machine in a folder. Raises SystemExit where there are none."""
-    from predictor import Measurement, SchemaError
-
-    measurements, tasks, processes, failures = [], [], [], []
-    seconds: dict[tuple[Any, ...], list[float]] = {}
-    for file in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
-            try:
-                row = json.loads(line)
-                measured = Measurement.from_dict(row["measurement"])
-            except (ValueError, KeyError, SchemaError) as error:
-                raise SystemExit(f"{file}:{number}: {error}") from None
-            key = file.name, row["task"], row["index"]
-            if measured.seconds_per_env_step is not None:
-                seconds.setdefault((*key, measured.workload.loop_count), []).append(measured.seconds_per_env_step)
-            if row["repeat"]:
-                continue
-            if measured.outcome == "ok":
-                measurements.append(measured)
-                tasks.append(row["task"])
-                processes.append(key)
-            else:
-                failures.append(measured)
-    if not measurements:
-        raise SystemExit(f"{folder}: nothing measured; run benchmarks/collect.py --record")
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(processes))}
-    repeated = [values for values in seconds.values() if len(values) > 1]
-    return Data(measurements, tasks, np.array([numbers[key] for key in processes]), failures, repeated)
 
 
 def splits(data: Data, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -74,16 +33,20 @@ def splits(data: Data, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield train, np.flatnonzero(np.isin(data.processes, held_out))
 
 
-def score(model: Any, measurements: Sequence[Any], *, base: bool = False) -> np.ndarray:
-    """Log seconds that a predictor expects, machine by machine."""
+def by_machine(function: Callable[[Any, Any], Any], measurements: Sequence[Any], *shape: int) -> np.ndarray:
+    """``function(workloads, hardware) -> [*shape, C]`` of measurements, machine by machine."""
     from predictor import stack
 
-    found = np.zeros(len(measurements))
+    found = np.zeros((*shape, len(measurements)))
     for kind in dict.fromkeys(m.hardware for m in measurements):
         rows = [i for i, m in enumerate(measurements) if m.hardware == kind]
-        function = model.base_log_seconds if base else model.log_seconds
-        found[rows] = np.asarray(function(stack([measurements[i].workload for i in rows]), kind))
+        found[..., rows] = np.asarray(function(stack([measurements[i].workload for i in rows]), kind))
     return found
+
+
+def score(model: Any, measurements: Sequence[Any]) -> np.ndarray:
+    """Log seconds that a predictor expects."""
+    return by_machine(model.log_seconds, measurements)
 
 
 def in_distribution(data: Data, count: int, wanted: Callable[[str], bool]) -> dict[str, dict[str, dict[str, float]]]:
@@ -96,12 +59,12 @@ def in_distribution(data: Data, count: int, wanted: Callable[[str], bool]) -> di
     threaded = np.array([m.workload.sebulba > 0 for m in data.measurements])
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
 
-    def judge(name: str, size: str, predicted: np.ndarray, test: np.ndarray) -> None:
+    def judge(name: str, size: str, predicted: np.ndarray, test: np.ndarray, more: dict[str, float] | None = None) -> None:
         tasks, measured = [data.tasks[i] for i in test], table.log_seconds[test]
         figures = {metric: function(predicted, measured, tasks) for metric, function in METRICS.items()}
         some = threaded[test]
         figures["mape_threads"] = METRICS["mape"](predicted[some], measured[some], tasks) if some.any() else float("nan")
-        found.setdefault(name, {}).setdefault(size, []).append(figures)
+        found.setdefault(name, {}).setdefault(size, []).append(figures | (more or {}))
 
     for pool, test in track(list(splits(data, count)), "splits", console=console):
         unseen = [data.measurements[i] for i in test]
@@ -111,8 +74,11 @@ def in_distribution(data: Data, count: int, wanted: Callable[[str], bool]) -> di
             train, label = pool[:size], "all" if size == len(pool) else str(size)
             model = RuntimePredictor().fit([data.measurements[i] for i in train])
             if wanted("shipped"):
-                judge("shipped", label, score(model, unseen), test)
-                judge("shipped, network not heard", label, score(model, unseen, base=True), test)
+                low, high = by_machine(model.log_interval, unseen, 2)
+                held = (low <= table.log_seconds[test]) & (table.log_seconds[test] <= high)
+                more = {"interval_coverage": float(np.mean(held)), "interval_ratio": float(np.exp(np.median(high - low)))}
+                judge("shipped", label, score(model, unseen), test, more)
+                judge("shipped, network not heard", label, by_machine(model.base_log_seconds, unseen), test)
             for name, baseline in BASELINES.items():
                 if wanted(name):
                     judge(name, label, baseline(table.rows(train), table.rows(test)), test)
@@ -150,7 +116,7 @@ def transfer(data: Data, count: int) -> dict[str, dict[str, float]]:
             rows = np.random.default_rng(seed).permutation(np.flatnonzero(held_out))
             for number in errors:
                 seen, unseen = rows[: int(number)], rows[8:]
-                ready = model.calibrate([data.measurements[i] for i in seen])
+                ready = model.fit([data.measurements[i] for i in seen])
                 predicted = score(ready, [data.measurements[i] for i in unseen])
                 errors[number].append(float(np.mean(relative_errors(predicted, measured[unseen]))))
         found[name] = {f"mape_after_{number}": float(np.mean(values)) for number, values in errors.items()}

@@ -5,8 +5,8 @@ this machine does today. Nothing here knows ``muzerox``: a :class:`Workload` is 
 
     store = Store("measurements/my-machine")
     measurements = [Measurement.from_dict(row) for row in store.rows()]
-    model = RuntimePredictor().fit(measurements)
-    print(model.predict(workload, hardware).env_steps_per_second, model.report)
+    model = RuntimePredictor.pretrained().fit(measurements)
+    print(model.predict(workload, hardware).interval, model.report)
 
 An annealer scores thousands of candidates at once, and takes the fitted arrays as an argument, so that a refit predictor
 does not compile it again:

@@ -31,7 +31,10 @@ STAGES = (
     "learner_operations",
     "optimizer_bytes",
     "replay_bytes",  # drawing and gathering sequences, writing rows
-    "reanalysis",  # searching stored states again
+    "reanalysis_flops",  # searching stored states again
+    "reanalysis_bytes",
+    "reanalysis_operations",
+    "reanalysis_tree_bytes",
     "environment",
     "dispatch",  # the host asking for the next loop
     # Of threads that meet at queues:
@@ -43,27 +46,28 @@ STAGES = (
 
 # Small operations of what runs beside the layers of networks.
 _LAYER_OPERATIONS = 3.0  # product, normalisation, activation
-_TREE_OPERATIONS = 16.0  # of a simulation: selection at the root, expansion
+_TREE_OPERATIONS = 32.0  # of a simulation: selection at the root, expansion
 _LEVEL_OPERATIONS = 8.0  # of each level a simulation walks down and up
 _LEARNER_OPERATIONS = 400.0  # sampling, targets, losses, optimizer
 _ENVIRONMENT_OPERATIONS = 250.0
 # How often a number is read or written, what is computed for it (an exponential, a random number) counted as more of that.
-_ACTIVATION_PASSES = 36.0
-_CONVOLUTION = 3.0  # elements of a layer that gathers the neighbours of each cell, next to one that does not
-_STATISTIC_PASSES = 80.0  # arrays [E, N+1, A] of a tree, which mctx copies at every simulation
-_PUCT_PASSES = 480.0  # more, with PUCT: mctx breaks ties at random at every level
-_SELECTION_PASSES = 12.0  # arrays [E, A] of a node, which our own search loop goes through at every level
+_ACTIVATION_PASSES = 2.1
+_SOFTMAX_PASSES = 6.0
+_MOVED_PASSES = 1.0  # of that, what is only moved
+_NARROW_MOVED_PASSES = 1.2  # more, where a processor moves 16 bits
+_STATISTIC_PASSES = 128.0  # arrays [E, N+1, A] of a tree, which mctx copies at every simulation
+_PUCT_PASSES = 288.0  # more, with PUCT: mctx breaks ties at random at every level
+_SELECTION_PASSES = 170.0  # arrays [E, A] of a node, which our own search loop goes through at every level
 _OPTIMIZER_PASSES = 16.0
 _PRIORITY_PASSES = 12.0
 # Calls and arrays of what threads do, in dispatches.
-_ROW_DISPATCHES = 40.0
+_ROW_DISPATCHES = 64.0
 _PROCESS_DISPATCHES = 10.0  # a message each way
 _CONTEXT_DISPATCHES = 30.0
-_READY_DISPATCHES = 60.0
+_READY_DISPATCHES = 180.0
 _BATCH_DISPATCHES = 10.0  # arguments of the learner's program, a batch's worth
 _PROGRAM_DISPATCHES = 80.0  # a training's state is hundreds of arrays; the dispatch that rates measure has one
-_SEARCH_PRODUCTS = 2.5  # products of a search have few rows: so much slower than the large product that rates measure
-
+HANDED = 0.3  # of small operations, what XLA takes on a processor to hand parts of them from one thread to another
 _FUSED = 1.0  # our own search loop, as a Workload's search_engine
 
 
@@ -98,6 +102,25 @@ def stack(workloads: Sequence[Workload]) -> Workload:
     return jax.tree.map(lambda *fields: np.asarray(fields, np.float32), *workloads)
 
 
+class _Passes(NamedTuple):
+    """Elements that a row of each network goes through, those that are only moved counted as what they take."""
+
+    represent: Value
+    dynamics: Value
+    predict: Value
+
+
+def _passes(w: Workload, hardware: Rates) -> _Passes:
+    """Processors widen 16 bits to 32 before they do anything with them, moving included."""
+    narrow = hardware.on_host * jnp.where(jnp.asarray(w.compute_bits) <= 16.0, 1.0, 0.0)
+    moving = _MOVED_PASSES + _NARROW_MOVED_PASSES * narrow
+    return _Passes(
+        w.represent_elements + moving * w.represent_moved,
+        w.dynamics_elements + moving * w.dynamics_moved,
+        w.predict_elements + moving * w.predict_moved,
+    )
+
+
 class _Search(NamedTuple):
     """What a search costs."""
 
@@ -108,16 +131,7 @@ class _Search(NamedTuple):
     tree_operations: Value  # likewise
 
 
-def _elements(w: Workload, layers: Value, flops: Value, params: Value) -> Value:
-    """Elements that the layers of a network pass on for one row: a hidden state each.
-
-    A dense layer uses a parameter once a row, a convolution once a cell: the count of flops tells which it is.
-    """
-    uses = flops / (2.0 * jnp.maximum(params, 1.0))
-    return layers * w.hidden_size * jnp.where(uses > 2.0, _CONVOLUTION, 1.0)
-
-
-def _search_cost(w: Workload) -> _Search:
+def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
     """Root inference, then one simulation after another: descend, expand with one recurrent inference, back up.
 
     mctx keeps a tree in arrays [roots, N+1, A] that a simulation copies, so that bytes grow with N squared; our own loop
@@ -125,19 +139,23 @@ def _search_cost(w: Workload) -> _Search:
     """
     simulations = w.num_simulations
     depth = jnp.log2(simulations + 1.0)
-    recurrent = _elements(w, w.dynamics_layers, w.dynamics_flops, w.dynamics_params) + _elements(
-        w, w.predict_layers, w.predict_flops, w.predict_params
-    )
-    recurrent = recurrent + 2.0 * w.num_bins + w.num_actions
-    passes = jnp.where(
+    # Expected values of two distributions over bins, and the prior.
+    answer = passes.predict + _SOFTMAX_PASSES * (w.num_bins + w.num_actions)
+    recurrent = passes.dynamics + answer + _SOFTMAX_PASSES * w.num_bins
+    weights = w.represent_params + w.predict_params + simulations * (w.dynamics_params + w.predict_params)
+    statistics = jnp.where(
         jnp.asarray(w.search_engine) == _FUSED,
         _SELECTION_PASSES * (depth + 2.0),  # and the root, and the new node
         (_STATISTIC_PASSES + _PUCT_PASSES * w.puct) * (simulations + 1.0),
     )
     return _Search(
-        flops=_SEARCH_PRODUCTS * (w.represent_flops + w.predict_flops + simulations * (w.dynamics_flops + w.predict_flops)),
-        activation_bytes=4.0 * _ACTIVATION_PASSES * (simulations + 1.0) * recurrent,
-        statistic_bytes=4.0 * simulations * (passes * w.num_actions + w.hidden_size),
+        flops=w.represent_flops + w.predict_flops + simulations * (w.dynamics_flops + w.predict_flops),
+        activation_bytes=4.0
+        * (
+            _ACTIVATION_PASSES * (passes.represent + answer + simulations * recurrent)
+            + weights / jnp.maximum(roots, 1.0)  # read at every evaluation
+        ),
+        statistic_bytes=4.0 * simulations * (statistics * w.num_actions + w.hidden_size),
         network_operations=_LAYER_OPERATIONS
         * (w.represent_layers + w.predict_layers + simulations * (w.dynamics_layers + w.predict_layers)),
         tree_operations=simulations * (_TREE_OPERATIONS + _LEVEL_OPERATIONS * depth),
@@ -167,21 +185,24 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     # Of threads, those that act and search take a device each, which is a matter of overlap; an update's batch is split.
     threaded, serial = jnp.asarray(w.sebulba), 1.0 - jnp.asarray(w.sebulba)
     learning = jnp.where(threaded > 0.0, w.learning_devices, 1.0)
-    operation, dispatch = hardware.operation_seconds, hardware.dispatch_seconds
-    search = _search_cost(w)
-    searches = w.search_split / w.num_envs  # batches of roots searched one after the other, a step
+    # One core has no other to hand parts of small operations to, which costs more than it gains.
+    alone = hardware.on_host * jnp.where(jnp.asarray(w.cores) <= 1.0, 1.0, 0.0)
+    small = 1.0 - HANDED * alone
+    operation, dispatch = hardware.operation_seconds * small, hardware.dispatch_seconds * small
+    roots = w.num_envs / w.search_split  # of a batch that is searched at once
+    passes = _passes(w, hardware)
+    search, searches = _search_cost(w, passes, roots), 1.0 / roots  # batches searched one after the other, a step
     updates = w.replay_ratio / w.batch_size  # a step
     positions = w.unroll_steps + 1.0
 
     unrolled = w.represent_flops + w.unroll_steps * w.dynamics_flops + positions * w.predict_flops
     target_flops = positions * (w.represent_flops + w.predict_flops)
-    # Forward and twice as much backward; targets only forward.
-    activations = (
-        _elements(w, w.represent_layers, w.represent_flops, w.represent_params)
-        + w.unroll_steps * _elements(w, w.dynamics_layers, w.dynamics_flops, w.dynamics_params)
-        + positions * _elements(w, w.predict_layers, w.predict_flops, w.predict_params)
-        + (w.unroll_steps + positions) * w.num_bins
-    )
+    # The loss takes the softmax of every distribution over bins, and makes the target's. Forward and twice as much backward;
+    # targets only forward.
+    answers = passes.predict + 2.0 * _SOFTMAX_PASSES * (w.num_bins + w.num_actions)
+    activations = 3.0 * (
+        passes.represent + w.unroll_steps * (passes.dynamics + 2.0 * _SOFTMAX_PASSES * w.num_bins) + positions * answers
+    ) + positions * (passes.represent + passes.predict + _SOFTMAX_PASSES * w.num_bins)
     learner_layers = (
         3.0 * (w.represent_layers + w.unroll_steps * w.dynamics_layers + w.predict_layers) + w.represent_layers + w.predict_layers
     )
@@ -194,6 +215,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
 
     refreshed = w.reanalyze_fraction * w.replay_ratio * positions  # roots searched again, a step
     refreshing = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # searches a step
+    again = _search_cost(w, passes, w.reanalyze_fraction * w.batch_size * positions)
     simulated = jnp.where(jnp.asarray(w.host_step_seconds) > 0.0, 0.0, 1.0)  # by a program
     seconds = (
         search.flops / flops,
@@ -202,12 +224,14 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
         searches * search.tree_operations * operation,
         search.statistic_bytes / copy,
         w.replay_ratio * (3.0 * unrolled + target_flops) / (flops * learning),
-        w.replay_ratio * 4.0 * 2.0 * _ACTIVATION_PASSES * activations / (copy * learning),
+        w.replay_ratio * 4.0 * _ACTIVATION_PASSES * activations / (copy * learning),
         updates * (_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
         updates * 4.0 * _OPTIMIZER_PASSES * params / hardware.copy_bytes_per_second,
         (row_bytes + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + serial * updates * priority_bytes) / copy,
-        refreshed * (search.flops / flops + (search.activation_bytes + search.statistic_bytes) / copy)
-        + refreshing * (search.network_operations + search.tree_operations) * operation,
+        refreshed * again.flops / flops,
+        refreshed * again.activation_bytes / copy,
+        refreshing * (again.network_operations + again.tree_operations) * operation,
+        refreshed * again.statistic_bytes / copy,
         simulated * (_ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy),
         updates * (_PROGRAM_DISPATCHES / w.loop_count + threaded * _BATCH_DISPATCHES) * dispatch,
         threaded * w.host_step_seconds,

@@ -1,7 +1,9 @@
 """Corrects predictions by what was measured on this machine: the newest baseline counts most.
 
 Machines drift: neighbours come and go, clocks change. Everything here is an offset found from differences between
-measured and predicted; nothing is trained.
+measured and predicted; nothing is trained. Seconds follow a random walk that is seen through what single predictions are off
+by (:func:`predictor.posterior.local_level`), so that one measurement says much of a machine nobody fitted to, and little of
+one that was; other figures take a recent median.
 """
 
 from __future__ import annotations
@@ -12,9 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from predictor.analytic import Value
+from predictor.posterior import local_level
 from predictor.schema import Measurement, Outcome
 
 _HALF_LIFE = 4.0  # measurements after which an older one counts half
+# Of logarithms of seconds, standard deviations:
+_NEW_MACHINE, _KNOWN_MACHINE = 1.0, 0.2  # of the offset, before anything here is measured; of a known one, that of a kind of work
+_MISFIT = 0.2  # of a prediction, the offset apart
+_DRIFT = 0.03  # of the offset from one measurement to the next
 
 
 class Offsets(NamedTuple):
@@ -33,13 +40,12 @@ PRIOR_OFFSETS = Offsets(
     log_compile=np.float32(0.0),
     log_warmup=np.float32(0.0),
     log_cpu=np.float32(0.0),
-    process_bytes=np.float32(0.9e9),
+    process_bytes=np.float32(0.75e9),
     feasible_bytes=np.float32(np.inf),
 )
 
 # The figure of a measurement that each offset corrects the logarithm of; estimates are keyed by the offset.
 _FIGURES = {
-    "log_seconds": "seconds_per_env_step",
     "log_compile": "compile_seconds",
     "log_warmup": "warmup_seconds",
     "log_cpu": "cpu_use",
@@ -64,14 +70,17 @@ def recent_median(values: Sequence[float], fallback: float) -> float:
     return weighted_median(np.array(values), 0.5 ** (age / _HALF_LIFE))
 
 
-def fit_offsets(measurements: Sequence[Measurement], estimates: Mapping[str, np.ndarray], before: Offsets) -> Offsets:
+def fit_offsets(
+    measurements: Sequence[Measurement], estimates: Mapping[str, np.ndarray], before: Offsets, *, known: bool
+) -> Offsets:
     """Offsets for the machine of the newest measurement.
 
     Args:
       measurements: [M], oldest first; those of other kinds of machine are left out.
       estimates: without offsets, [M] each: ``log_seconds``, ``log_compile``, ``log_warmup``, ``log_cpu``, and ``host_bytes``,
-        what the workload holds in the memory of the host.
+        what the workload, and compiling it, hold in the memory of the host.
       before: kept where nothing was measured.
+      known: the base was fitted to measurements of this machine, so that little is left to correct.
     """
     here = [i for i, m in enumerate(measurements) if m.hardware.id == measurements[-1].hardware.id]
     # What compiling costs, in seconds and in memory, is told by those that compiled.
@@ -95,5 +104,14 @@ def fit_offsets(measurements: Sequence[Measurement], estimates: Mapping[str, np.
     failed, fine = peaks(Outcome.OUT_OF_MEMORY), peaks(Outcome.OK)
     # A hair below the smallest that failed, unless a larger one did not: then memory was short for another reason.
     feasible = max([min(failed) * (1.0 - 1e-5), *fine]) if failed else float(before.feasible_bytes)
-    logs = {name: log_offset(name) for name in _FIGURES}
+    told = [(seconds, i) for i in here if (seconds := measurements[i].seconds_per_env_step)]
+    differences = np.array([np.log(seconds) - estimates["log_seconds"][i] for seconds, i in told])
+    level = local_level(
+        differences,
+        np.full(len(told), _MISFIT),
+        start=float(before.log_seconds),
+        prior=_KNOWN_MACHINE if known else _NEW_MACHINE,
+        drift=_DRIFT,
+    )
+    logs = {name: log_offset(name) for name in _FIGURES} | {"log_seconds": np.float32(level)}
     return Offsets(**logs, process_bytes=np.float32(process_bytes), feasible_bytes=np.float32(feasible))

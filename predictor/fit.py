@@ -1,52 +1,68 @@
-"""Fits what the analytic base misses: the graph network as a residual of log seconds, trusted as far as it has earned.
+"""What measurements teach: how far counts of stages are off, and what the base misses by the graph.
 
-The base's coefficients are fitted first; the network is trained by mean squared error on the logarithm of measured over base
-seconds, by full-batch AdamW in one compiled scan. With tens of noisy measurements a network can do harm, so its output is
-multiplied by a shrinkage between 0 and 1, chosen on measurements that neither base nor network was fitted to. Measurements
-are padded to powers of two: a fit with more of them rarely compiles again.
+The base is a linear model of log seconds with Gaussian coefficients: how fast the machine is as a whole, and the logarithm of
+each stage's coefficient (its elasticity, the share of the whole it has, is the feature). How far they may stray is chosen by the
+evidence. The network, which :mod:`predictor.pretrain` taught what pipelines are like, is then trained by mean squared error on
+what the base misses of measurements that were left out, by full-batch AdamW in one compiled scan. With tens of noisy measurements
+it can do harm, so its output is multiplied by a shrinkage between 0 and 1, chosen on measurements that it was not trained on; 0
+unless they are predicted better, beyond luck.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jraph
 import numpy as np
 import optax
 
 from predictor import model
-from predictor.analytic import Rates, Value, stack, stack_rates, stages
-from predictor.coefficients import PRIOR, fit_coefficients
+from predictor.analytic import STAGES, Rates, Value, stack, stack_rates, stages
 from predictor.graph import make_graph
 from predictor.model import Network
-from predictor.overlap import bound_weights, total
+from predictor.overlap import total
+from predictor.posterior import Block, choose_scales, condition, conformal_factor, leave_out
 from predictor.schema import Measurement, Outcome, Workload
 
+_MACHINE = 1.0  # scale of how much faster or slower than its rates say a machine is as a whole, in logarithms
+_KNOWN_MACHINE = 0.2  # the same, where that was learnt before, from other work or on another day
+_STAGE = 0.25  # scale of the logarithm of a coefficient, before anything is measured
+_STAGE_SCALES, _LIKELY_STAGE = (0.05, 0.1, 0.2, 0.4), 0.05  # of what it is on this machine, beside that
+_NOISES, _LIKELY_NOISE = (0.06, 0.12, 0.17, 0.24, 0.34), 0.17
+_FEWEST = 8  # measurements below which scales are those expected
+_FEWEST_TO_TRAIN = 24  # below which no network is: held-out gains of fewer cannot be told from luck
 _FOLDS = 4
-_FEWEST = 24  # measurements below which no network is trained: held-out gains of fewer cannot be told from luck
 _STEPS = 150
 _LEARNING_RATE = 1e-2
 _WEIGHT_DECAY = 1e-2
+_ITERATIONS = 5  # of Gauss and Newton: elasticities depend on coefficients
+_LONGEST = 0.7  # step of a coefficient's logarithm
 
 
 @dataclasses.dataclass(frozen=True)
 class FitReport:
-    """How well measured seconds were predicted that were held out of the fit (cross-validation over workloads).
-
-    Figures are NaN with too few measurements to hold any out. ``shrinkage`` was chosen on the same held-out errors that
-    the figures of the residual are means of.
-    """
+    """How well measured seconds were predicted that were left out, with those of the same program; NaN of fewer than two."""
 
     measurements: int
-    shrinkage: float
-    base_log_error: float  # mean absolute error of log seconds, analytic base alone
-    residual_log_error: float  # base and shrunk residual
+    shrinkage: float  # of the network's output; 0: it is not heard
+    noise: float  # of a measurement, standard deviation of log seconds
+    base_log_error: float  # mean absolute error of log seconds without the network
+    residual_log_error: float  # with it, heard or not
     base_mape: float  # mean absolute error over measured seconds
     residual_mape: float
+
+
+class Spread(NamedTuple):
+    """How sure predictions are: a Gaussian over machine and stages, and what was seen of its honesty."""
+
+    root: Value  # [1 + S, 1 + S]; the covariance of the coefficients is root @ root.T
+    noise: Value  # []
+    factor: Value  # [] standard deviations that 90% intervals reach to each side
 
 
 class Fit(NamedTuple):
@@ -54,9 +70,10 @@ class Fit(NamedTuple):
 
     coefficients: np.ndarray  # [S]
     network: Network
-    shrinkage: Value  # []
+    shrinkage: Value  # [] in [0, 1], of the network's output
     limit: Value  # [] largest correction of log seconds that was asked for; none larger is made
-    report: FitReport
+    spread: Spread
+    report: FitReport | None  # of the last fit
 
 
 def usable(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -64,106 +81,136 @@ def usable(measurements: Sequence[Measurement]) -> list[Measurement]:
     return [m for m in measurements if m.outcome is Outcome.OK and m.seconds_per_env_step]
 
 
-def fit(key: jax.Array, measurements: Sequence[Measurement]) -> Fit:
-    """Coefficients of the base, and the network of its residual, from the measurements that ended well."""
-    measured = usable(measurements)
-    count = len(measured)
-    if count == 0:
-        report = FitReport(0, 0.0, *(math.nan,) * 4)
-        return Fit(PRIOR, model.blank(), np.float32(0.0), np.float32(0.0), report)
-
-    workload, hardware, seconds = _table(measured)
-    stage_matrix = np.asarray(_stages(workload, hardware))
-    weights = np.asarray(_weights(workload, hardware))[:count]
-    rows, log_seconds = stage_matrix[:count], np.log(seconds)
-    coefficients = fit_coefficients(rows, seconds, weights)
-    fold = _folds(measured)
-    if count < _FEWEST or len(set(fold)) < _FOLDS:
-        report = FitReport(count, 0.0, *(math.nan,) * 4)
-        return Fit(coefficients, model.blank(), np.float32(0.0), np.float32(0.0), report)
-
-    # One training a fold, and the last on everything; a fold's base knows as little of the held-out rows as its network.
-    included = np.stack([fold != k for k in range(_FOLDS)] + [np.full(count, True)])
-    fitted = [fit_coefficients(rows[keep], seconds[keep], weights[keep]) for keep in included]
-    bases = np.stack([_total(stage_matrix * c, workload, hardware)[:count] for c in fitted])
-    targets = log_seconds - np.log(bases)  # [folds + 1, M]
-    padding = ((0, 0), (0, len(stage_matrix) - count))
-    padded = np.pad(targets, padding).astype(np.float32), np.pad(included, padding).astype(np.float32)
-    networks, outputs = _train(key, workload, hardware, stage_matrix, *padded)
-    held_out = fold, np.arange(count)
-    limit = np.float32(np.max(np.abs(targets[-1])))
-    error, correction = targets[held_out], np.clip(np.asarray(outputs)[held_out], -limit, limit)
-    shrinkage = choose_shrinkage(error, correction)
-    report = _report(error, correction, shrinkage)
-    network = jax.tree.map(lambda x: x[-1], networks)
-    return Fit(fitted[-1], network, np.float32(shrinkage), limit, report)
-
-
-def choose_shrinkage(error: np.ndarray, correction: np.ndarray) -> float:
-    """The factor in [0, 1] of corrections [M] that lessens squared held-out errors [M] of log seconds most.
-
-    0 unless what is gained exceeds twice its standard error: with few measurements luck looks like skill.
-    """
-    power = float(np.sum(correction**2))
-    if power == 0.0:
-        return 0.0
-    factor = float(np.clip(np.sum(error * correction) / power, 0.0, 1.0))
-    gain = error**2 - (error - factor * correction) ** 2
-    return factor if np.mean(gain) > 2.0 * np.std(gain) / math.sqrt(len(gain)) else 0.0
-
-
-def _report(error: np.ndarray, correction: np.ndarray, shrinkage: float) -> FitReport:
-    left = error - shrinkage * correction
-    log_errors = [float(np.mean(np.abs(e))) for e in (error, left)]
-    # Predicted over measured is exp(-error).
-    mapes = [float(np.mean(np.abs(np.expm1(-e)))) for e in (error, left)]
-    return FitReport(len(error), shrinkage, *log_errors, *mapes)
-
-
-def _folds(measurements: Sequence[Measurement]) -> np.ndarray:
-    """int [M]: which fold holds each measurement out. Repeats of one workload on one machine stay together."""
-    seen: dict[tuple[str, Workload], int] = {}
-    groups = [seen.setdefault((m.hardware.id, m.workload), len(seen)) for m in measurements]
-    return np.array(groups) % _FOLDS
-
-
-def _table(measurements: Sequence[Measurement]) -> tuple[Workload, Rates, np.ndarray]:
-    """Workloads and rates with fields [P], P a power of two of at least 64, padded with the first; seconds [M]."""
-    size = max(64, 1 << (len(measurements) - 1).bit_length())
-    rows = [*measurements, *[measurements[0]] * (size - len(measurements))]
-    seconds = np.array([m.seconds_per_env_step for m in measurements], np.float64)
-    return stack([m.workload for m in rows]), stack_rates([m.hardware for m in rows]), seconds
-
-
-_stages, _weights, _total = jax.jit(stages), jax.jit(bound_weights), jax.jit(total)
+def untaught(network: Network) -> Fit:
+    """Before anything was measured: typical coefficients, and a network that has no say yet."""
+    scales = [_MACHINE, *[_STAGE] * len(STAGES)]
+    spread = Spread(np.diag(np.array(scales, np.float32)), np.float32(_LIKELY_NOISE), np.float32(1.645))
+    return Fit(np.ones(len(STAGES), np.float32), network, np.float32(0.0), np.float32(0.0), spread, None)
 
 
 @jax.jit
-def _train(
-    key: jax.Array, workload: Workload, hardware: Rates, stage_matrix: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[Network, jax.Array]:
-    """Trains, always from the same initial network, once a row of ``targets`` and ``weights`` [F, P].
+def linearise(
+    log_coefficients: jax.Array, stage_seconds: jax.Array, workload: Workload, hardware: Rates
+) -> tuple[jax.Array, jax.Array]:
+    """Log seconds by the base [C], and the elasticity of each stage [C, S]."""
+
+    def one(logs: jax.Array, row: jax.Array, w: Workload, h: Rates) -> jax.Array:
+        return jnp.log(total(jnp.exp(logs) * row, w, h))
+
+    return jax.vmap(jax.value_and_grad(one), in_axes=(None, 0, 0, 0))(log_coefficients, stage_seconds, workload, hardware)
+
+
+def fit(key: jax.Array, measurements: Sequence[Measurement], before: Fit, known: Collection[str] = ()) -> Fit:
+    """Base and network from the measurements that ended well, the last one's machine in mind.
+
+    Args:
+      before: what was known before, of other machines or of none; :func:`untaught` makes the least.
+      known: ids of machines that it is known of how fast they are as a whole.
+    """
+    measured = usable(measurements)
+    if not measured:
+        return before
+
+    count = len(measured)
+    workload, hardware = _table(measured)
+    raw = np.asarray(_stages(workload, hardware))
+    graph = _make_graph(workload, hardware, raw)
+    corrected = float(before.shrinkage) * np.clip(np.asarray(_apply(before.network, graph)), -before.limit, before.limit)[:count]
+    target = np.log([m.seconds_per_env_step or math.nan for m in measured]) - corrected
+    groups = [_program(m) for m in measured]
+    coefficients, spread, errors, deviations = _fit_base(target, measured, raw, (workload, hardware), before, known, groups)
+
+    network, shrinkage, limit = before.network, before.shrinkage, before.limit
+    left = errors
+    if len(set(groups)) >= _FEWEST_TO_TRAIN:
+        # What the network should say in all; what it is trained on was not known to the base either.
+        wanted = errors + corrected
+        trained, said = _train_in_folds(key, before.network, graph, wanted, groups)
+        most = np.float32(np.max(np.abs(wanted)))
+        factor = choose_shrinkage(wanted, np.clip(said, -most, most), errors)
+        if factor > 0.0:
+            network, shrinkage, limit = trained, np.float32(factor), most
+            left = wanted - factor * np.clip(said, -most, most)
+    reach = conformal_factor(left, deviations, fallback=float(before.spread.factor))
+    several = len(set(groups)) > 1
+    kinds = (errors, left) if several else (np.full(1, math.nan),) * 2
+    report = FitReport(
+        count,
+        float(shrinkage),
+        float(spread.noise),
+        *(float(np.mean(np.abs(e))) for e in kinds),
+        # Predicted over measured is exp(-error).
+        *(float(np.mean(np.abs(np.expm1(-e)))) for e in kinds),
+    )
+    return Fit(coefficients, network, shrinkage, limit, spread._replace(factor=np.float32(reach)), report)
+
+
+def _fit_base(
+    target: np.ndarray,
+    measured: Sequence[Measurement],
+    raw: np.ndarray,
+    about: tuple[Workload, Rates],
+    before: Fit,
+    known: Collection[str],
+    groups: Sequence[Hashable],
+) -> tuple[np.ndarray, Spread, np.ndarray, np.ndarray]:
+    """Coefficients [S] and how sure they are; errors [n] of what was left out, and the deviations [n] expected of those."""
+    count, enough = len(measured), len(measured) >= _FEWEST
+    machines = _machines(measured)
+    machine = _KNOWN_MACHINE if {m.hardware.id for m in measured} <= set(known) else _MACHINE
+    learnt = np.asarray(before.spread.root, np.float64)[1:]
+    noises = _NOISES if enough else (float(before.spread.noise),)
+    # This machine as a whole, and each stage: what was learnt before and how it differs here.
+    others = np.concatenate([learnt, np.eye(len(STAGES))], axis=1)
+    ours = machines[-1:]
+    now = np.block([[ours, np.zeros((1, others.shape[1]))], [np.zeros((len(STAGES), ours.shape[1])), others]])
+
+    logs, scales = np.zeros(len(STAGES)), None
+    for _ in range(_ITERATIONS):
+        found, slopes = linearise(logs.astype(np.float32), raw * before.coefficients, *about)
+        elasticity = np.asarray(slopes, np.float64)[:count]
+        left = target - np.asarray(found, np.float64)[:count] + elasticity @ logs
+        blocks = (
+            Block(machines, (machine,), machine),
+            Block(elasticity @ learnt, (1.0,), 1.0),  # as sure as it was
+            Block(elasticity, _STAGE_SCALES if enough else (_LIKELY_STAGE,), _LIKELY_STAGE),
+        )
+        scales = scales or choose_scales(blocks, noises, _LIKELY_NOISE, left)[1]
+        posterior = condition(blocks, left, scales)
+        mean, root = now @ posterior.mean, now @ posterior.root
+        logs = logs + np.clip(mean[1:] - logs, -_LONGEST, _LONGEST)
+    assert scales is not None
+    covariance = root @ root.T + 1e-12 * np.eye(len(root))
+    spread = Spread(np.linalg.cholesky(covariance).astype(np.float32), np.float32(scales.noise), before.spread.factor)
+    coefficients = (before.coefficients * np.exp(logs + mean[0])).astype(np.float32)
+    return coefficients, spread, *leave_out(blocks, left, scales, groups)
+
+
+def _train_in_folds(
+    key: jax.Array, network: Network, graph: jraph.GraphsTuple, wanted: np.ndarray, groups: Sequence[Hashable]
+) -> tuple[Network, np.ndarray]:
+    """The network trained on everything, and what networks said that were not trained on a measurement, [n]."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    shuffled = np.asarray(jax.random.permutation(key, len(numbers)))
+    fold = np.array([shuffled[numbers[group]] % _FOLDS for group in groups])
+    included = np.stack([*(fold != k for k in range(_FOLDS)), np.full(len(wanted), True)])
+    padding = len(graph.n_node) - len(wanted)
+    targets, weights = np.pad(wanted, (0, padding)), np.pad(included, ((0, 0), (0, padding)))
+    networks, outputs = _train(network, graph, targets.astype(np.float32), weights.astype(np.float32))
+    return jax.tree.map(lambda x: np.asarray(x)[-1], networks), np.asarray(outputs, np.float64)[fold, np.arange(len(wanted))]
+
+
+@jax.jit
+def _train(network: Network, graph: jraph.GraphsTuple, target: jax.Array, weights: jax.Array) -> tuple[Network, jax.Array]:
+    """Trains on ``target`` [P], from the same network, once a row of ``weights`` [F, P].
 
     Returns networks with leaves [F, ...] and their outputs [F, P].
     """
-    network = model.init(key)
-    graph = make_graph(workload, hardware, stage_matrix)
     optimizer = optax.adamw(optax.cosine_decay_schedule(_LEARNING_RATE, _STEPS), weight_decay=_WEIGHT_DECAY)
 
-    def train(target: jax.Array, weight: jax.Array) -> tuple[Network, jax.Array]:
-        nodes = _statistics(graph.nodes, jnp.repeat(weight, graph.nodes.shape[0] // len(weight)), model.NODE_WIDTH)
-        edges = _statistics(graph.edges, jnp.repeat(weight, graph.edges.shape[0] // len(weight)), model.EDGE_WIDTH)
-
-        def standardised(network: Network) -> Network:
-            return {
-                **network,
-                "node_in": _absorb(network["node_in"], *nodes),
-                "edge_in": _absorb(network["edge_in"], *edges),
-            }
-
+    def train(weight: jax.Array) -> tuple[Network, jax.Array]:
         def loss(network: Network) -> jax.Array:
-            error = model.apply(standardised(network), graph) - target
-            return jnp.sum(weight * jnp.square(error)) / jnp.sum(weight)
+            return jnp.sum(weight * jnp.square(model.apply(network, graph) - target)) / jnp.sum(weight)
 
         def step(carry: tuple[Network, optax.OptState], _: None) -> tuple[tuple[Network, optax.OptState], None]:
             network, state = carry
@@ -171,31 +218,41 @@ def _train(
             return (optax.apply_updates(network, updates), state), None
 
         (trained, _), _ = jax.lax.scan(step, (network, optimizer.init(network)), None, length=_STEPS)
-        trained = standardised(trained)
         return trained, model.apply(trained, graph)
 
     # One after the other: side by side, their activations would not fit the caches.
-    return jax.lax.map(lambda row: train(*row), (targets, weights))
+    return jax.lax.map(train, weights)
 
 
-def _statistics(features: jax.Array, weight: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Mean and inverse standard deviation [types, width] of features [N, types (width + 1)], rows weighted by ``weight``.
+def choose_shrinkage(wanted: np.ndarray, said: np.ndarray, errors: np.ndarray) -> float:
+    """The factor in [0, 1] of what a network said [n] that comes nearest to what is wanted of it [n], in mean square.
 
-    Over the rows of a type only, which have a 1 in its last column. A feature that never varied is given an inverse of 0:
-    nothing was learnt about it, so the network must not see it vary later.
+    0 unless what that gains over ``errors`` [n] exceeds twice its standard error: with few measurements luck looks like skill.
     """
-    x = features.reshape(features.shape[0], -1, width + 1)
-    present = x[..., -1] * weight[:, None]  # [N, types]
-    total = jnp.maximum(jnp.sum(present, axis=0), 1e-9)[:, None]
-    mean = jnp.einsum("nt,ntf->tf", present, x[..., :-1]) / total
-    variance = jnp.einsum("nt,ntf->tf", present, jnp.square(x[..., :-1] - mean[None])) / total
-    return mean, jnp.where(variance > 1e-6, jax.lax.rsqrt(variance + 1e-12), 0.0)
+    power = float(np.sum(said**2))
+    if power == 0.0:
+        return 0.0
+    factor = float(np.clip(np.sum(wanted * said) / power, 0.0, 1.0))
+    gain = errors**2 - (wanted - factor * said) ** 2
+    return factor if np.mean(gain) > 2.0 * np.std(gain) / math.sqrt(len(gain)) else 0.0
 
 
-def _absorb(matrix: jax.Array, mean: jax.Array, inverse: jax.Array) -> jax.Array:
-    """A projection [types (width + 1), D] of standardised features as one of raw features: scoring pays nothing for it."""
-    types, width = mean.shape
-    own = matrix.reshape(types, width + 1, -1)
-    scaled = own[:, :-1] * inverse[:, :, None]
-    bias = own[:, -1] - jnp.einsum("tf,tfd->td", mean, scaled)
-    return jnp.concatenate([scaled, bias[:, None]], axis=1).reshape(matrix.shape)
+def _machines(measurements: Sequence[Measurement]) -> np.ndarray:
+    """[n, M] which machine each was measured on, that of the newest last."""
+    kinds = list(dict.fromkeys(m.hardware.id for m in reversed(measurements)))[::-1]
+    return np.array([[float(m.hardware.id == kind) for kind in kinds] for m in measurements])
+
+
+def _program(measurement: Measurement) -> Hashable:
+    """What measurements of one compiled program share: fusing more updates compiles nothing."""
+    return measurement.hardware.id, dataclasses.replace(measurement.workload, loop_count=1.0)
+
+
+def _table(measurements: Sequence[Measurement]) -> tuple[Workload, Rates]:
+    """Workloads and rates with fields [P], P a power of two of at least 64, padded with the first: refits rarely compile."""
+    size = max(64, 1 << (len(measurements) - 1).bit_length())
+    rows = [*measurements, *[measurements[0]] * (size - len(measurements))]
+    return stack([m.workload for m in rows]), stack_rates([m.hardware for m in rows])
+
+
+_stages, _make_graph, _apply = jax.jit(stages), jax.jit(make_graph), jax.jit(model.apply)

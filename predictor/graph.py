@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
-from predictor import analytic, memory
+from predictor import analytic, memory, overlap
 from predictor.analytic import STAGES, Rates, Value
 from predictor.schema import Workload
 
@@ -81,7 +81,7 @@ EDGES = (
     *((network, "reanalyze_worker", "answer") for network in _NETWORKS),
     *(("hardware", name, "host") for name, _ in NODES[:-1]),
 )
-NODE_WIDTH, EDGE_WIDTH = 11, 5  # features of a type, padded with zeros
+NODE_WIDTH, EDGE_WIDTH = 12, 5  # features of a type, padded with zeros
 
 _NAMES = [name for name, _ in NODES]
 _SENDERS = np.array([_NAMES.index(sender) for sender, _, _ in EDGES], np.int32)
@@ -143,12 +143,13 @@ def _node_quantities(w: Workload, hardware: Rates, stage_seconds: jax.Array) -> 
     def share(stage: str) -> jax.Array:
         return stage_seconds[..., STAGES.index(stage)] / total + 1e-4  # less than that is nothing
 
-    def network(flops: Value, params: Value, layers: Value, outputs: Value) -> list[Value]:
-        return [flops, params, layers, w.hidden_size, outputs, w.compute_bits / 16.0]
+    def network(flops: Value, params: Value, layers: Value, elements: Value, outputs: Value) -> list[Value]:
+        return [flops, params, layers, elements, w.hidden_size, outputs, w.compute_bits / 16.0]
 
     refreshed = w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0)
     acting = [share(name) for name in STAGES if name.startswith(("acting", "tree"))]
-    learning = [share(name) for name in ("learner_flops", "learner_bytes", "learner_operations", "optimizer_bytes", "dispatch")]
+    learning = [share(name) for name in overlap.ROLES["learner"]]
+    searching = [share(name) for name in STAGES if name.startswith("reanalysis")]
     return [
         [
             *(w.observation_bytes, w.num_actions, w.num_players, w.host_step_seconds * 1e6, w.step_in_process),
@@ -159,19 +160,21 @@ def _node_quantities(w: Workload, hardware: Rates, stage_seconds: jax.Array) -> 
             *(w.num_envs / w.search_split, w.num_simulations, w.puct, w.search_split, w.search_engine + 1.0, w.selfplay_workers),
             *acting,
         ],
-        network(w.represent_flops, w.represent_params, w.represent_layers, w.hidden_size),
-        network(w.dynamics_flops, w.dynamics_params, w.dynamics_layers, w.hidden_size + w.num_bins),
-        network(w.predict_flops, w.predict_params, w.predict_layers, w.num_actions + w.num_bins),
+        network(w.represent_flops, w.represent_params, w.represent_layers, w.represent_elements, w.hidden_size),
+        network(w.dynamics_flops, w.dynamics_params, w.dynamics_layers, w.dynamics_elements, w.hidden_size + w.num_bins),
+        network(w.predict_flops, w.predict_params, w.predict_layers, w.predict_elements, w.num_actions + w.num_bins),
         [w.capacity, w.capacity / w.num_envs, w.prioritized, w.replay_on_host, share("replay_bytes"), share("host_rows")],
         [w.batch_size, w.unroll_steps, w.td_steps, w.replay_ratio, w.loop_count, w.learning_devices, *learning],
         [w.cpu_actors, share("contexts")],
-        [refreshed, w.reanalyze_fraction, w.searching_devices, share("reanalysis"), share("ready")],
+        [refreshed, w.reanalyze_fraction, w.searching_devices, *searching, share("ready")],
         [
             w.cores,
             w.num_devices,
             w.sebulba,
             w.acting_devices,
             w.role_threads,
+            hardware.on_host + 1.0,
+            hardware.devices,
             analytic.matmul_rate(w, hardware) * hardware.operation_seconds,  # work that one small operation is worth
             hardware.copy_bytes_per_second * hardware.operation_seconds,
             hardware.dispatch_seconds / hardware.operation_seconds,

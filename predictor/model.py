@@ -59,13 +59,17 @@ def blank() -> Network:
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(init, jax.random.key(0)))
 
 
-def apply(network: Network, graph: jraph.GraphsTuple) -> jax.Array:
-    """The linear function of the global features of each of C graphs: float32 [C]."""
+def pool(network: Network, graph: jraph.GraphsTuple) -> jax.Array:
+    """Global node features and global edge features of each of C graphs, side by side: float32 [C, 2 D]."""
     nodes, edges = graph.nodes @ network["node_in"], graph.edges @ network["edge_in"]
     for layer in network["layers"]:
         nodes, edges = _attend(layer, nodes, edges, graph.senders, graph.receivers)
-    global_node, global_edge = _mean(nodes, graph.n_node), _mean(edges, graph.n_edge)
-    return global_node @ network["node_out"] + global_edge @ network["edge_out"] + network["bias"]
+    return jnp.concatenate([_mean(nodes, graph.n_node), _mean(edges, graph.n_edge)], axis=1)
+
+
+def apply(network: Network, graph: jraph.GraphsTuple) -> jax.Array:
+    """The linear function of the global features of each of C graphs: float32 [C]."""
+    return pool(network, graph) @ jnp.concatenate([network["node_out"], network["edge_out"]]) + network["bias"]
 
 
 def _attend(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from predictor.analytic import STAGES, Rates, Value
+from predictor.analytic import HANDED, STAGES, Rates, Value
 from predictor.schema import Workload
 
 BOUNDS = ("selfplay", "acting", "context", "search", "learner", "lock", "device", "processors")
@@ -24,15 +24,13 @@ POWER = 4  # between stages one after the other (1) and a hard maximum (infinity
 ROLES = {
     "selfplay": ("acting_flops", "acting_bytes", "acting_operations", "tree_operations", "tree_bytes", "environment"),
     "context": ("contexts",),
-    "search": ("replay_bytes", "reanalysis", "ready"),
+    "search": ("replay_bytes", "reanalysis_flops", "reanalysis_bytes", "reanalysis_operations", "reanalysis_tree_bytes", "ready"),
     "learner": ("learner_flops", "learner_bytes", "learner_operations", "optimizer_bytes", "dispatch"),
 }
 ROLES["selfplay"] += ("host_steps", "host_rows")
 _PYTHON = ("host_rows", "contexts", "ready", "dispatch")  # hold Python's lock; environments that step in a thread do, too
-SPREAD = ("acting_flops", "learner_flops")  # one thread's product takes every core already
+SPREAD = ("acting_flops", "learner_flops", "reanalysis_flops")  # one thread's product takes every core already
 _JITTER = 0.25  # share of its time that a thread with a single slot before it waits, as neither it nor its neighbour is steady
-HANDED = 0.25  # of the processor time of small operations, what XLA takes to hand them from one thread to another
-SWITCH = 0.02  # of the work, for each thread beyond the cores
 
 
 def combine(seconds: jax.Array, p: float = 1.0) -> jax.Array:
@@ -55,8 +53,9 @@ _GROUPS = {
     "spread": SPREAD,
     "acting": SPREAD[:1],
     "programs": tuple(name for name in ROLES["selfplay"] if name not in ("host_steps", "host_rows")),
-    "learning": SPREAD[1:],
-    "targets": ("reanalysis",),  # beside the learner on its devices
+    "learning": SPREAD[1:2],
+    "again": SPREAD[2:],
+    "targets": tuple(name for name in ROLES["search"] if name.startswith("reanalysis")),  # beside the learner on its devices
     "narrow": tuple(name for name in _DEVICE if name not in SPREAD),
     "all": STAGES,
 }
@@ -75,8 +74,6 @@ def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax
     at_once = jnp.where(on_host > 0.0, jnp.minimum(w.selfplay_workers, cores), w.selfplay_workers)
     apart = w.acting_devices + w.searching_devices + w.learning_devices <= hardware.devices
     alone = jnp.where((on_host > 0.0) | apart, 0.0, 1.0)  # one device for all programs
-    threads = w.selfplay_workers + w.cpu_actors + w.searching_devices + 1.0
-    switching = 1.0 + SWITCH * jnp.maximum(threads - cores, 0.0)
     # Roles with threads of their own have no more than those, and learning shares its threads with targets.
     own = jnp.where((on_host > 0.0) & (jnp.asarray(w.role_threads) > 0.0), 1.0, 0.0)
     slower = own * jnp.maximum(cores / jnp.maximum(w.role_threads, 1.0) - 1.0, 0.0)
@@ -88,11 +85,14 @@ def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax
         (group["selfplay"] + slower * group["acting"]) / at_once,
         (1.0 - on_host) * group["programs"] / jnp.maximum(w.acting_devices, 1.0),  # more workers than devices take turns
         group["context"] / jnp.maximum(w.cpu_actors, 1.0),
-        group["search"] * (1.0 + _JITTER / (w.search_queue_size + 1.0)) / jnp.maximum(w.searching_devices, 1.0),
-        (group["learner"] + slower * group["learning"] + own * group["targets"]) * (1.0 + _JITTER / (w.batch_queue_size + 1.0)),
+        (group["search"] + slower * group["again"])
+        * (1.0 + _JITTER / (w.search_queue_size + 1.0))
+        / jnp.maximum(w.searching_devices, 1.0),
+        (group["learner"] + slower * (group["learning"] + group["again"]) + own * group["targets"])
+        * (1.0 + _JITTER / (w.batch_queue_size + 1.0)),
         group["python"] + group["steps"] * (1.0 - jnp.asarray(w.step_in_process)),
         alone * (group["spread"] + group["narrow"]),
-        on_cores * switching,
+        on_cores,
     )
     is_threaded = jnp.asarray(w.sebulba) > 0.0
     serial = (*[jnp.float32(0.0)] * (len(BOUNDS) - 1), group["all"])

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from predictor import artifact, calibrate, model
+from predictor import artifact, calibrate, model, pretrain
 from predictor.analytic import STAGES, Rates, Value, hardware_rates, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
-from predictor.coefficients import PRIOR
-from predictor.fit import FitReport, fit
-from predictor.graph import make_graph
+from predictor.fit import Fit, FitReport, Spread, fit, linearise, untaught
+from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, make_graph
 from predictor.memory import resident_bytes, saved_bytes
 from predictor.model import Network
 from predictor.overlap import batch_staleness, staleness, total
-from predictor.schema import Hardware, Measurement, Outcome, Prediction, Workload
+from predictor.schema import SCHEMA, Hardware, Measurement, Outcome, Prediction, Workload
 
+_COMPILING_BYTES = 3.5e7  # that the compiler holds at its peak, for each second it is expected to take
 _CHUNK = 64  # graphs a network is applied to at once: their activations stay in the caches
 
 
@@ -38,13 +40,14 @@ class Params(NamedTuple):
     network: Network
     shrinkage: Value  # [] in [0, 1], of the network's output
     limit: Value  # [] largest correction of log seconds
+    spread: Spread
     offsets: Offsets
 
 
 @functools.cache
 def prior_params() -> Params:
-    """Before anything was measured."""
-    return Params(PRIOR, model.blank(), np.float32(0.0), np.float32(0.0), PRIOR_OFFSETS)
+    """Before anything was measured: coefficients are typical ones, and the network, which knows pipelines, has no say yet."""
+    return Params(*untaught(pretrain.load())[:-1], PRIOR_OFFSETS)
 
 
 def base_log_seconds(params: Params, workload: Workload, hardware: Rates) -> jax.Array:
@@ -68,7 +71,30 @@ def log_seconds(params: Params, workload: Workload, hardware: Rates) -> jax.Arra
     return base + jax.lax.cond(params.shrinkage > 0.0, correction, lambda: jnp.zeros(shape, jnp.float32))
 
 
-_log_seconds, _base_log_seconds = jax.jit(log_seconds), jax.jit(base_log_seconds)
+def log_spread(params: Params, workload: Workload, hardware: Rates) -> jax.Array:
+    """Standard deviation of what would be measured about :func:`log_seconds`; fields [] or [C] -> float32 [...]."""
+    stage_seconds = stages(workload, hardware)
+    shape = stage_seconds.shape[:-1]
+    rows = stage_seconds.reshape(-1, len(STAGES))
+    fields = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), rows.shape[:1]), (workload, hardware))
+    _, elasticity = linearise(jnp.log(params.coefficients), rows, *fields)
+    design = jnp.concatenate([jnp.ones((rows.shape[0], 1)), elasticity], axis=1)
+    variance = jnp.sum(jnp.square(design @ params.spread.root), axis=1) + params.spread.noise**2
+    return jnp.sqrt(variance).reshape(shape)
+
+
+def stage_shares(params: Params, workload: Workload, hardware: Rates) -> jax.Array:
+    """What each stage adds to the seconds, by the analytic base; fields [] -> float32 [S] that add up to 1.
+
+    A norm of sums is homogeneous, so elasticities are shares (Euler).
+    """
+    seconds = stages(workload, hardware)[None]
+    fields = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32)[None], (workload, hardware))
+    return linearise(jnp.log(params.coefficients), seconds, *fields)[1][0]
+
+
+_log_seconds, _base_log_seconds, _log_spread = jax.jit(log_seconds), jax.jit(base_log_seconds), jax.jit(log_spread)
+_stage_shares = jax.jit(stage_shares)
 
 
 def _base(params: Params, stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax.Array:
@@ -96,15 +122,22 @@ def _residual(network: Network, workload: Workload, hardware: Rates, stage_secon
     return jax.lax.map(score, inputs).reshape(-1)[:count]
 
 
+def _compile_seconds(w: Workload) -> Value:
+    """By what there is to compile: search and gradient once each, reanalysis another search, convolutions as products."""
+    layers = w.represent_layers + w.dynamics_layers + w.predict_layers
+    reanalyzed = jnp.minimum(w.reanalyze_fraction * w.batch_size, 1.0)
+    narrow = jnp.where(jnp.asarray(w.compute_bits) <= 16.0, 1.0, 0.0)
+    grid = jnp.where(jnp.asarray(w.dynamics_moved) > 8.0 * w.hidden_size, 1.0, 0.0)  # each cell's neighbours are gathered
+    whole = 6.0 + 0.25 * layers + 2.5 * reanalyzed + 6.0 * w.puct + 2.0 * narrow + 10.0 * grid
+    return whole / jnp.maximum(w.cores, 1.0) ** 0.7
+
+
 @jax.jit
 def _estimates(params: Params, workload: Workload, hardware: Rates) -> dict[str, jax.Array]:
     """Everything that is predicted, before offsets; fields [] or [C]."""
     seconds = log_seconds(params, workload, hardware) - params.offsets.log_seconds
     w = workload
-    layers = w.represent_layers + w.dynamics_layers + w.predict_layers
-    reanalyzed = jnp.minimum(w.reanalyze_fraction * w.batch_size, 1.0)
-    # Search and gradient are compiled once each, reanalysis is another search.
-    compile_seconds = 3.0 + 0.2 * layers + (1.0 + reanalyzed) * (1.5 + 1.5 * w.puct + 0.1 * layers)
+    compile_seconds = _compile_seconds(w)
     warm_updates = jnp.where(jnp.asarray(w.sebulba) > 0.0, staleness(w), w.loop_count)  # the first dispatch, or full queues
     cores = jnp.minimum(w.cores, hardware.cores)
     values = {
@@ -113,10 +146,18 @@ def _estimates(params: Params, workload: Workload, hardware: Rates) -> dict[str,
         "log_warmup": seconds + jnp.log(warm_updates * w.batch_size / w.replay_ratio),
         "log_cpu": (0.5 + 0.4 * jnp.asarray(w.sebulba)) * jnp.log(cores),  # threads find more to do at once
         "resident_bytes": resident_bytes(w),
+        "compiling_bytes": _COMPILING_BYTES * compile_seconds,
         "saved_bytes": saved_bytes(w),
         "batch_staleness": batch_staleness(w),
     }
     return {name: jnp.broadcast_to(jnp.asarray(value, jnp.float32), seconds.shape) for name, value in values.items()}
+
+
+def schema_hash() -> str:
+    """Twelve hexadecimal digits for what fitted arrays are about: fields of records, stages, features of the graph."""
+    fields = [[f.name for f in dataclasses.fields(kind)] for kind in (Workload, Hardware)]
+    about = [SCHEMA, fields, STAGES, NODE_TYPES, list(EDGE_TYPES), NODE_WIDTH, EDGE_WIDTH]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,16 +169,35 @@ class RuntimePredictor:
 
     params: Params = dataclasses.field(default_factory=prior_params)
     report: FitReport | None = None  # of the last fit
+    machines: tuple[str, ...] = ()  # that it was fitted to
 
     def fit(self, measurements: Sequence[Measurement], key: jax.Array | None = None) -> RuntimePredictor:
         """Base, residual and calibration from measurements, oldest first; the last one's machine is calibrated for.
 
-        Those that ended well teach seconds, those that ran out of memory what does not fit. Others teach nothing.
+        What this predictor knows already is kept as far as they do not say otherwise, so that they should be new to it: other
+        machines first, then this one, then the work at hand. Those that ended well teach seconds, those that ran out of memory
+        what does not fit. Others teach nothing.
         """
-        fitted = fit(jax.random.key(0) if key is None else key, measurements)
-        network = jax.tree.map(np.asarray, fitted.network)
-        params = Params(fitted.coefficients, network, fitted.shrinkage, fitted.limit, PRIOR_OFFSETS)
-        return RuntimePredictor(params, fitted.report).calibrate(measurements)
+        if not measurements:
+            return self
+        offset = float(self.params.offsets.log_seconds)
+        p = self.params
+        coefficients = np.asarray(p.coefficients * np.exp(np.float32(offset)))
+        before = Fit(coefficients, p.network, p.shrinkage, p.limit, p.spread, self.report)
+        fitted = fit(jax.random.key(0) if key is None else key, measurements, before, self.machines)
+        params = Params(*fitted[:-1], self.params.offsets)
+        machines = tuple(dict.fromkeys([*self.machines, *(m.hardware.id for m in measurements)]))
+        model = RuntimePredictor(params, fitted.report, machines).calibrate(measurements)
+        # The fit has told already how fast the machine is, and how it drifted.
+        return model._with_offsets(log_seconds=0.0)
+
+    def _with_offsets(self, **values: float) -> RuntimePredictor:
+        offsets = self.params.offsets._replace(**{name: np.float32(value) for name, value in values.items()})
+        return dataclasses.replace(self, params=self.params._replace(offsets=offsets))
+
+    def elsewhere(self) -> RuntimePredictor:
+        """The predictor for machines it was not fitted to: that memory ran out on one says nothing of another."""
+        return self._with_offsets(feasible_bytes=np.inf)
 
     def calibrate(self, measurements: Sequence[Measurement]) -> RuntimePredictor:
         """Offsets alone, which a single baseline run determines; measurements oldest first."""
@@ -146,8 +206,10 @@ class RuntimePredictor:
         rows = [_estimates(self.params, m.workload, hardware_rates(m.hardware)) for m in measurements]
         estimates = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
         on_host = np.array([m.hardware.platform == "cpu" for m in measurements])
-        estimates["host_bytes"] = estimates["saved_bytes"] + np.where(on_host, estimates["resident_bytes"], 0.0)
-        offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets)
+        held = np.where(on_host, estimates["resident_bytes"], 0.0)
+        estimates["host_bytes"] = estimates["saved_bytes"] + estimates["compiling_bytes"] + held
+        known = measurements[-1].hardware.id in self.machines
+        offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets, known=known)
         return dataclasses.replace(self, params=self.params._replace(offsets=offsets))
 
     def predict(self, workload: Workload, hardware: Hardware) -> Prediction:
@@ -159,12 +221,16 @@ class RuntimePredictor:
         )
         on_host = hardware.platform == "cpu"
         held = estimates["resident_bytes"]
-        peak = float(self.params.offsets.process_bytes) + estimates["saved_bytes"] + (held if on_host else 0.0)
+        peak = float(self.params.offsets.process_bytes) + estimates["saved_bytes"] + estimates["compiling_bytes"]
+        peak += held if on_host else 0.0
         limits = [float(hardware.memory_bytes), float(self.params.offsets.feasible_bytes)]
         needs = [(peak, limit) for limit in (*limits, workload.memory_bytes or math.inf)]
         needs += [] if on_host else [(held, float(hardware.device_memory_bytes * workload.num_devices))]
         short = next((pair for pair in needs if pair[0] > pair[1]), None)
+        low, high = (math.exp(float(x)) for x in self.log_interval(workload, hardware))
         return Prediction(
+            interval=(low, high),
+            shares=dict(zip(STAGES, map(float, _stage_shares(self.params, workload, hardware_rates(hardware))), strict=True)),
             outcome=Outcome.OK if short is None else Outcome.OUT_OF_MEMORY,
             error=None if short is None else f"needs {short[0] / 2**30:.1f} GiB of {short[1] / 2**30:.1f}",
             device_peak_bytes=None if on_host else held,
@@ -186,16 +252,36 @@ class RuntimePredictor:
         """The same by the analytic base alone, to compare with."""
         return _base_log_seconds(self.params, workload, hardware_rates(hardware))
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the predictor into a directory. Raises ArtifactError."""
+    def log_interval(self, workload: Workload, hardware: Hardware) -> tuple[jax.Array, jax.Array]:
+        """Logs of seconds between which nine of ten measurements are expected; fields [] or [C] -> two of float32 [...]."""
+        expected = self.log_seconds(workload, hardware)
+        reach = self.params.spread.factor * _log_spread(self.params, workload, hardware_rates(hardware))
+        return expected - reach, expected + reach
+
+    def save(self, directory: str | os.PathLike[str], card: Mapping[str, Any] | None = None) -> None:
+        """Writes the predictor into a directory; ``card`` says for people where it is from. Raises ArtifactError."""
         report = None if self.report is None else dataclasses.asdict(self.report)
-        artifact.save(directory, self.params, {"stages": list(STAGES), "report": report})
+        meta = {"schema": schema_hash(), "report": report, "machines": list(self.machines), "card": dict(card or {})}
+        artifact.save(directory, self.params, meta)
+
+    @classmethod
+    def pretrained(cls) -> RuntimePredictor:
+        """The one that ships: fitted to what ``benchmarks/collect.py`` measured, on machines that its card names.
+
+        Of another machine it knows how stages compare, and not yet how fast they are as a whole.
+        """
+        return _pretrained()
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> RuntimePredictor:
         """The predictor that was saved, bit for bit. Raises ArtifactError."""
         params, meta = artifact.load(directory, prior_params())
-        if meta.get("stages") != list(STAGES):
-            raise artifact.ArtifactError(f"{directory}: saved with other stages, by another version")
+        if meta.get("schema") != schema_hash():
+            raise artifact.ArtifactError(f"{directory}: saved with other stages or quantities, by another version")
         report = meta.get("report")
-        return cls(params, None if report is None else FitReport(**report))
+        return cls(params, None if report is None else FitReport(**report), tuple(meta.get("machines", ())))
+
+
+@functools.cache
+def _pretrained() -> RuntimePredictor:
+    return RuntimePredictor.load(pretrain.SHIPPED / "predictor")

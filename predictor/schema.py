@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-SCHEMA = 4  # of what is stored: another number is another version's, and is not read
+SCHEMA = 5  # of what is stored: another number is another version's, and is not read
 
 
 class Outcome(enum.StrEnum):
@@ -130,7 +130,7 @@ class Workload(_Record):
     num_actions: float
     num_players: float
     num_envs: float
-    # networks: operations a row, parameters, and layers that run one after the other
+    # networks: operations a row, parameters, layers that run one after the other, elements a row that are written beside products
     represent_flops: float
     dynamics_flops: float
     predict_flops: float
@@ -140,6 +140,12 @@ class Workload(_Record):
     represent_layers: float
     dynamics_layers: float
     predict_layers: float
+    represent_elements: float
+    dynamics_elements: float
+    predict_elements: float
+    represent_moved: float  # elements a row that are padded, joined or looked up: neighbours of the cells of an image
+    dynamics_moved: float
+    predict_moved: float
     hidden_size: float  # elements of a hidden state
     num_bins: float
     # self-play
@@ -180,10 +186,12 @@ class Workload(_Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction(_Record):
-    """What a workload is expected to cost. Every key is one of :class:`Measurement`."""
+    """What a workload is expected to cost. Every key but ``interval`` and ``shares`` is one of :class:`Measurement`."""
 
     outcome: Outcome
     seconds_per_env_step: float  # steady state, per transition summed over environments, learning and reanalysis included
+    interval: tuple[float, ...]  # of these seconds: what would be measured lies between the two nine times in ten
+    shares: dict[str, float]  # of these seconds, by stage; they add up to 1, and what is hidden behind another stage has none
     env_steps_per_second: float
     updates_per_second: float
     compile_seconds: float

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from predictor.analytic import STAGES, Rates, Value
-from predictor.overlap import HANDED, ROLES, SPREAD, SWITCH, staleness
+from predictor.analytic import HANDED, STAGES, Rates, Value
+from predictor.overlap import ROLES, SPREAD, staleness
 from predictor.schema import Workload
 
 KINDS = ("selfplay", "context", "search", "learner", "update")
@@ -44,10 +44,11 @@ _PARTS = {
     "acting_spread": SPREAD[:1],
     "contexts": ("contexts",),
     "ready": ("ready",),
-    "targets": _rest("search", "ready"),
+    "targets_narrow": _rest("search", "ready"),
+    "targets_spread": SPREAD[2:],
     "dispatch": ("dispatch",),
     "learner_narrow": _rest("learner", "dispatch"),
-    "learner_spread": SPREAD[1:],
+    "learner_spread": SPREAD[1:2],
 }
 _MEMBERS = np.array([[stage in names for names in _PARTS.values()] for stage in STAGES], np.float32)  # [S, parts]
 
@@ -209,7 +210,7 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
         [
             jnp.stack(acting) * unit,
             jnp.stack([group["contexts"], zero, zero, zero]),
-            jnp.stack([group["ready"], zero, group["targets"], zero]),
+            jnp.stack([group["ready"], zero, group["targets_narrow"], group["targets_spread"] * stretch]),
             jnp.stack([group["dispatch"], zero, zero, zero]) * w.loop_count,
             jnp.stack([zero, zero, group["learner_narrow"], group["learner_spread"] * stretch]) * w.loop_count,
         ]
@@ -230,12 +231,10 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
     targets = jnp.where(own, needs("learning"), needs("searching"))
     demand = jnp.stack([needs("acting"), needs("acting"), targets, needs("learning"), needs("learning")])
     apart = w.acting_devices + w.searching_devices + w.learning_devices <= hardware.devices
-    threads = w.selfplay_workers + w.cpu_actors + w.searching_devices + 1.0
-    switching = 1.0 + SWITCH * jnp.maximum(threads - cores, 0.0)
     free = on_host & ~own
     room = [
         jnp.float32(1.0),
-        cores / jnp.where(on_host, switching, 1.0),
+        cores,
         jnp.where(free, _PLENTY, w.acting_devices * jnp.where(own, w.role_threads, 1.0)),
         jnp.where(free, _PLENTY, w.searching_devices * jnp.where(own, w.role_threads, 1.0)),
         jnp.where(free, _PLENTY, jnp.where(own, w.role_threads, 1.0)),

@@ -162,14 +162,21 @@ def describe(config: Config) -> Workload:
     policy = POLICIES[config.precision.level]
     model = make_model(config.network, spec, policy)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    observation = jax.ShapeDtypeStruct((1, *spec.observation_shape), spec.observation_dtype)
-    action = jax.ShapeDtypeStruct((1,), np.int32)
-    hidden = jax.eval_shape(model.represent, params, observation)
-    costs: dict[str, Cost] = {
-        "represent": count_cost(model.represent, params, observation),
-        "dynamics": count_cost(model.dynamics, params, hidden, action),
-        "predict": count_cost(model.predict, params, hidden),
-    }
+
+    def observations(rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *spec.observation_shape), spec.observation_dtype)
+
+    def costs_of(rows: int) -> dict[str, Cost]:
+        action = jax.ShapeDtypeStruct((rows,), np.int32)
+        hidden = jax.eval_shape(model.represent, params, observations(rows))
+        return {
+            "represent": count_cost(model.represent, params, observations(rows)),
+            "dynamics": count_cost(model.dynamics, params, hidden, action),
+            "predict": count_cost(model.predict, params, hidden),
+        }
+
+    costs, of_two = costs_of(1), costs_of(2)
+    hidden = jax.eval_shape(model.represent, params, observations(1))
     search, train = config.search, config.train
     bits = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
     return Workload(
@@ -180,6 +187,9 @@ def describe(config: Config) -> Workload:
         **{f"{name}_flops": cost.flops for name, cost in costs.items()},
         **{f"{name}_params": cost.params for name, cost in costs.items()},
         **{f"{name}_layers": cost.layers for name, cost in costs.items()},
+        # Of one row more: parameters are made narrower once, whatever the number of rows.
+        **{f"{name}_elements": of_two[name].elements - cost.elements for name, cost in costs.items()},
+        **{f"{name}_moved": of_two[name].moved - cost.moved for name, cost in costs.items()},
         hidden_size=float(math.prod(hidden.shape)),
         num_bins=float(config.network.num_bins),
         num_simulations=float(search.num_simulations),

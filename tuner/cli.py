@@ -109,11 +109,14 @@ DIR then holds tuned.toml (complete, allocation included), trials/, tuning.png a
 # measure and predict --------------------------------------------------------------------------------------------------
 
 
+_SHARES = 6  # stages that are named, the largest
+
+
 def _figures(record: Any) -> dict[str, Any]:
-    """The keys that a measurement and a prediction share."""
+    """The keys that a measurement and a prediction share, and those that only a prediction has."""
     from predictor import Prediction
 
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(Prediction)}
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(Prediction) if hasattr(record, f.name)}
 
 
 def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict[str, float], *, as_json: bool) -> None:
@@ -128,8 +131,16 @@ def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict
             shown[name] = f"{shown[name] / 2**30:.2f} GiB"
     if "seconds_per_env_step" in shown:
         shown["seconds_per_env_step"] = f"{shown['seconds_per_env_step'] * 1e6:.1f} microseconds"
+    if "interval" in shown:
+        low, high = shown.pop("interval")
+        shown["seconds_per_env_step"] += f", nine times in ten {low * 1e6:.1f} to {high * 1e6:.1f}"
     if "batch_staleness" in shown:
         shown["batch_staleness"] = f"{shown['batch_staleness']:.1f} updates"
+    if "shares" in shown:
+        largest = sorted(shown.pop("shares").items(), key=lambda item: -item[1])[:_SHARES]
+        shown["where the time goes"] = ", ".join(
+            f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest if share >= 0.01
+        )
     named = {name.replace("_", " "): value for name, value in shown.items()}
     print_table(title, pipeline_row(config) | named | wait_rows(waits))
 
@@ -191,11 +202,9 @@ def _predict(args: argparse.Namespace) -> int:
     config = allocation_checked(make_config(args))
     hardware = fingerprint()
     history = shared_measurements(hardware.id, lambda text: print(text, file=sys.stderr))
-    model = RuntimePredictor()
-    if history:
-        enable_cache()
-        model = model.fit(history[-HISTORY:]).calibrate(history)
-    else:
+    enable_cache()
+    model = RuntimePredictor.pretrained().fit(history[-HISTORY:])
+    if not history:
         print("no measurement of this machine yet: muzerox measure makes one, and predictions better", file=sys.stderr)
     config = concrete(config, hardware.platform)
     prediction = model.predict(describe(config), hardware)
@@ -209,8 +218,9 @@ PREDICT = Command(
     help="say what a configuration would cost, without running it",
     add_arguments=_predict_arguments,
     run=_predict,
-    description="""The same figures as measure, from the predictor: an analytic base over the machine's measured rates, and a
-graph network fitted on what was measured here before. The configuration is not run.
+    description="""The same figures as measure, from the predictor: an analytic base over the machine's measured rates,
+corrected by what was measured here before, and a graph network. With the interval that holds what would be measured nine times in
+ten, and with where the time goes. The configuration is not run.
 
   muzerox predict --env gymnax:CartPole-v1 --set runtime.num_envs=1024""",
 )

@@ -1,4 +1,4 @@
-"""Counting what a JAX function costs from its trace: operations, parameters read, layers one after the other.
+"""Counting what a JAX function costs from its trace: operations, parameters read, layers, elements of what lies between them.
 
 XLA's own count (``cost_analysis``) counts a loop's body once, and needs a compilation.
 """
@@ -19,6 +19,16 @@ class Cost(NamedTuple):
     flops: float  # of matrix products and convolutions; a multiplication and an addition are two
     params: float  # elements of the first argument that are read
     layers: float  # matrix products and convolutions, which run one after the other
+    elements: float  # that equations write, or read to reduce: what vector units and memory are bound by
+    moved: float  # more elements, that are only put somewhere else: padded, joined, looked up
+
+
+_MOVING = {"concatenate", "pad", "slice", "gather", "dynamic_slice", "dynamic_update_slice", "scatter"}
+# What is no work, or part of what reads it.
+_FREE = {
+    *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "iota", "copy"),
+    *("stop_gradient", "optimization_barrier", "convert_element_type"),
+}
 
 
 def count_cost(function: Callable[..., Any], params: Any, *args: Any) -> Cost:
@@ -26,11 +36,14 @@ def count_cost(function: Callable[..., Any], params: Any, *args: Any) -> Cost:
     closed = jax.make_jaxpr(function)(params, *args)
     leaves = closed.jaxpr.invars[: len(jax.tree.leaves(params))]
     used = {id(var) for eqn in closed.jaxpr.eqns for var in eqn.invars}
-    products = [_product_flops(eqn) for eqn in _equations(closed.jaxpr)]
+    equations = list(_equations(closed.jaxpr))
+    products = [_product_flops(eqn) for eqn in equations]
     return Cost(
         flops=float(sum(products)),
         params=float(sum(math.prod(var.aval.shape) for var in leaves if id(var) in used)),
         layers=float(sum(flops > 0 for flops in products)),
+        elements=float(sum(_elements(eqn) for eqn in equations if eqn.primitive.name not in _MOVING)),
+        moved=float(sum(_elements(eqn) for eqn in equations if eqn.primitive.name in _MOVING)),
     )
 
 
@@ -44,6 +57,13 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         for value in inner[:1]:  # a custom derivative names its rules too, which a forward call does not run
             for _ in range(times):
                 yield from _equations(value.jaxpr if isinstance(value, core.ClosedJaxpr) else value)
+
+
+def _elements(eqn: Any) -> int:
+    if eqn.primitive.name in _FREE:
+        return 0
+    reduces = eqn.primitive.name.startswith(("reduce_", "arg"))
+    return sum(math.prod(var.aval.shape) for var in (eqn.invars if reduces else eqn.outvars))
 
 
 def _product_flops(eqn: Any) -> int:

@@ -132,7 +132,8 @@ class _Tuning:
         self.elsewhere = [m for m in shared_measurements(hardware.id, progress.say)[-HISTORY:] if m not in seen]
         self.allocated = np.asarray(resources.limits(hardware).maximum)
         self.covered: list[tuple[int, ...]] = []  # points that would be measured as others were
-        self.predictor = RuntimePredictor()
+        # By other machines, then by other work on this one; a tuning's own runs are what is learnt again and again.
+        self.taught = self.predictor = RuntimePredictor.pretrained().fit(self.elsewhere)
 
     # Time ------------------------------------------------------------------------------------------------------------
 
@@ -188,10 +189,9 @@ class _Tuning:
             raise UserError("configuration", None, f"the initial configuration does not run here: {first.outcome}: {first.error}")
 
     def _learn(self) -> None:
-        """The predictor from the whole history of this machine, calibrated by this tuning's own runs."""
+        """The predictor, by this tuning's own runs beside what it knew."""
         own = [trial.measurement for trial in self.trials]
-        history = self.elsewhere + own
-        self.predictor = RuntimePredictor().fit(history, key=jax.random.fold_in(self.key, 0)).calibrate(own)
+        self.predictor = self.taught.fit(own, key=jax.random.fold_in(self.key, 0))
 
     def _round(self, number: int) -> bool:
         """Proposes, allocates, measures, balances, learns. False when every feasible point was measured."""

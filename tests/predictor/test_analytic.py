@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from predictor import STAGES, Hardware, Workload, hardware_rates, resident_bytes, stack, stages
-from predictor.analytic import matmul_rate
+from predictor.analytic import HANDED, matmul_rate
 from predictor.coefficients import PRIOR, fit_coefficients
 from predictor.overlap import total
 
@@ -27,32 +28,33 @@ def test_stages_equal_a_count_by_hand(make_workload: Make, hardware: Hardware) -
     # 2 of 4 cores: a third of the way from one core's rate to all cores'.
     flops = (1e11 + (4e11 - 1e11) / 3) * 3e11 / 4e11
     copy, operation = 5e10, 3e-7
-    elements = {"represent": 3 * 64, "dynamics": 4 * 64, "predict": 4 * 64}
-    search_flops = 2.5 * (17_000 + 19_000 + 16 * (27_000 + 19_000))
-    search_activations = 4 * 36 * 17 * (elements["dynamics"] + elements["predict"] + 2 * 21 + 2)
-    search_statistics = 4 * 16 * ((80 + 480) * 17 * 2 + 64)
+    represent, dynamics, predict = 1_700, 2_300 + (1 + 1.2) * 64, 2_200  # elements; 16 bits are widened to be moved
+    answer = predict + 6 * (21 + 2)
+    search_flops = 17_000 + 19_000 + 16 * (27_000 + 19_000)
+    weights = 9_000 + 10_000 + 16 * (14_000 + 10_000)
+    search_passes = 2.1 * (represent + answer + 16 * (dynamics + answer + 6 * 21))
+    search_statistics = 4 * 16 * ((128 + 288) * 17 * 2 + 64)
     network_operations = 3 * (3 + 4 + 16 * (4 + 4))
-    tree_operations = 16 * (16 + 8 * np.log2(17))
+    tree_operations = 16 * (32 + 8 * np.log2(17))
     updates = 4 / 256
+    forward_and_backward = 3 * (represent + 3 * (dynamics + 2 * 6 * 21) + 4 * (predict + 2 * 6 * (21 + 2)))
+    forward = 4 * (represent + predict + 6 * 21)
     expected = {
         "acting_flops": search_flops / flops,
-        "acting_bytes": search_activations / copy,
+        "acting_bytes": 4 * (search_passes + weights / 32) / copy,
         "acting_operations": 2 / 64 * network_operations * operation,
         "tree_operations": 2 / 64 * tree_operations * operation,
         "tree_bytes": search_statistics / copy,
         "learner_flops": 4 * (3 * (17_000 + 3 * 27_000 + 4 * 19_000) + 4 * (17_000 + 19_000)) / flops,
-        "learner_bytes": 4
-        * 4
-        * 2
-        * 36
-        * (elements["represent"] + 3 * elements["dynamics"] + 4 * elements["predict"] + (3 + 4) * 21)
-        / copy,
+        "learner_bytes": 4 * 4 * 2.1 * (forward_and_backward + forward) / copy,
         "learner_operations": updates * (3 * (3 * (3 + 3 * 4 + 4) + 3 + 4) + 400) * operation,
         "optimizer_bytes": updates * 4 * 16 * 33_000 / copy,
         "replay_bytes": (16 + 4 * 2 + 20 + 4 * 2 * (5 * 16 + 43 * 20 + 4 * 2 * 4) + updates * 4 * 12 * (131_072 / 64 + 256 * 64))
         / copy,
-        "reanalysis": 0.25 * 4 * 4 * (search_flops / flops + (search_activations + search_statistics) / copy)
-        + updates * (network_operations + tree_operations) * operation,
+        "reanalysis_flops": 0.25 * 4 * 4 * search_flops / flops,
+        "reanalysis_bytes": 0.25 * 4 * 4 * 4 * (search_passes + weights / (0.25 * 256 * 4)) / copy,
+        "reanalysis_operations": updates * (network_operations + tree_operations) * operation,
+        "reanalysis_tree_bytes": 0.25 * 4 * 4 * search_statistics / copy,
         "environment": 250 * operation / 64 + 4 * 16 / copy,
         "dispatch": updates / 32 * 80 * 1e-5,  # the arrays of a whole training
         **dict.fromkeys(("host_steps", "host_rows", "contexts", "ready"), 0.0),
@@ -71,9 +73,9 @@ def test_stages_of_threads_equal_a_count_by_hand(make_workload: Make, make_threa
         "environment": 0.0,
         "dispatch": updates * (80 / 8 + 10) * 1e-5,
         "host_steps": 7e-6,
-        "host_rows": (40 + 10) * 1e-5 / 32,
+        "host_rows": (64 + 10) * 1e-5 / 32,
         "contexts": updates * (30 * 1e-5 + priorities / 5e10),
-        "ready": updates * 60 * 1e-5,
+        "ready": updates * 180 * 1e-5,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     # The rest is what the same search and learner cost in one program.
@@ -123,13 +125,20 @@ def test_a_batch_is_its_workloads_one_by_one(family: Callable[[int, int], list[W
     np.testing.assert_allclose(np.asarray(resident_bytes(stack(workloads))), memory, rtol=1e-6)
 
 
-def test_a_convolution_gathers_the_neighbours_of_every_cell(make_workload: Make, hardware: Hardware) -> None:
-    cells, channels = 42, 16
-    params = 9.0 * channels**2
-    grid = {"hidden_size": float(cells * channels), "num_bins": 1.0, "num_actions": 1.0, "num_simulations": 1.0}
-    flops = {f"{name}_flops": 2 * params * cells for name in ("represent", "dynamics", "predict")}
-    w = make_workload(**grid, **flops, represent_params=params, dynamics_params=params, predict_params=params)
-    assert seconds(w, hardware)["acting_bytes"] == pytest.approx(4 * 36 * 2 * ((4 + 4) * 3 * cells * channels + 3) / 5e10)
+def test_one_core_hands_no_small_operation_to_another(make_workload: Make, hardware: Hardware) -> None:
+    one, two = (seconds(make_workload(cores=cores), hardware) for cores in (1.0, 2.0))
+    for name in ("acting_operations", "tree_operations", "learner_operations", "dispatch"):
+        assert one[name] == pytest.approx((1 - HANDED) * two[name]), name
+    assert one["acting_bytes"] == two["acting_bytes"]
+    gpu = dataclasses.replace(hardware, platform="gpu")
+    assert seconds(make_workload(cores=1.0), gpu)["acting_operations"] == pytest.approx(two["acting_operations"])
+
+
+def test_sixteen_bits_are_widened_to_be_moved_on_a_processor_alone(make_workload: Make, hardware: Hardware) -> None:
+    w = make_workload(compute_bits=16.0)
+    gpu = dataclasses.replace(hardware, platform="gpu")
+    processor, accelerator = (seconds(w, kind)["acting_bytes"] for kind in (hardware, gpu))
+    assert processor - accelerator == pytest.approx(4 * 2.1 * 16 * 1.2 * 64 / 5e10, rel=1e-3)
 
 
 def test_matmul_rate_of_one_core_all_cores_and_16_bits(make_workload: Make, hardware: Hardware) -> None:

@@ -1,4 +1,4 @@
-"""The residual network earns its place or is left out; refits do not compile; offsets; what is predicted; saving."""
+"""The residual earns its place or is not heard; intervals; refits do not compile; offsets; what is predicted; saving."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from predictor import (
+    STAGES,
     ArtifactError,
     Hardware,
     Measurement,
@@ -58,7 +59,7 @@ def held_out_errors(model: RuntimePredictor, workloads: list[Workload], seconds:
 
 @pytest.fixture(scope="module")
 def fitted(family: Family, hardware: Hardware, measure: Measure) -> RuntimePredictor:
-    workloads = family(10, 48)
+    workloads = family(10, 96)
     return RuntimePredictor().fit(measured(workloads, true_seconds(workloads, hardware, interacts=True), measure, 0))
 
 
@@ -66,7 +67,7 @@ def test_the_residual_learns_what_the_base_cannot_say(fitted: RuntimePredictor, 
     test = family(11, 70)
     base, whole = held_out_errors(fitted, test, true_seconds(test, hardware, interacts=True), hardware)
     assert fitted.report is not None
-    assert fitted.report.measurements == 48
+    assert fitted.report.measurements == 96
     assert 0.0 < fitted.report.shrinkage <= 1.0
     assert fitted.report.residual_log_error < fitted.report.base_log_error
     assert whole < 0.75 * base
@@ -84,17 +85,29 @@ def test_the_residual_does_no_harm_where_the_base_is_right(
     assert whole < base + 0.02
 
 
+def test_intervals_hold_what_is_measured(fitted: RuntimePredictor, family: Family, hardware: Hardware) -> None:
+    test = family(21, 100)
+    seconds = true_seconds(test, hardware, interacts=True) * np.exp(NOISE * np.random.default_rng(3).normal(size=100))
+    intervals = [fitted.predict(w, hardware).interval for w in test]
+    held = np.mean([low <= s <= high for (low, high), s in zip(intervals, seconds, strict=True)])
+    assert 0.8 <= held <= 0.99
+    narrow = np.median([high / low for low, high in intervals])
+    before = np.median([high / low for low, high in (RuntimePredictor().predict(w, hardware).interval for w in test)])
+    assert narrow < 0.5 * before
+
+
 def test_more_measurements_do_not_compile_again(fitted: RuntimePredictor, family: Family, measure: Measure) -> None:
     scores = jax.jit(log_seconds)
     batch = stack(family(14, 70))
     assert fitted.params.shrinkage > 0
     hardware = measure(family(14, 1)[0], 1.0).hardware
     scores(fitted.params, batch, hardware_rates(hardware))
-    trainings, scorings = fitting._train._cache_size(), scores._cache_size()
-    workloads = family(15, 57)
-    refitted = RuntimePredictor().fit(measured(workloads, np.full(57, 1e-4), measure, 2))
+    programs = fitting.linearise, fitting._train, fitting._stages, scores
+    before = [program._cache_size() for program in programs]
+    workloads = family(15, 90)
+    refitted = RuntimePredictor().fit(measured(workloads, np.full(90, 1e-4), measure, 2))
     scores(refitted.params, batch, hardware_rates(dataclasses.replace(hardware, operation_seconds=1e-6)))
-    assert (fitting._train._cache_size(), scores._cache_size()) == (trainings, scorings)
+    assert [program._cache_size() for program in programs] == before
 
 
 def test_scores_do_not_depend_on_company(fitted: RuntimePredictor, family: Family, hardware: Hardware) -> None:
@@ -115,26 +128,43 @@ def test_nothing_measured_is_the_prior(family: Family, hardware: Hardware, measu
     failed = measure(family(17, 1)[0], None, outcome=Outcome.CRASHED, error="died")
     refit = model.fit([failed])
     np.testing.assert_array_equal(refit.log_seconds(batch, hardware), model.log_seconds(batch, hardware))
-    assert refit.report is not None
-    assert math.isnan(refit.report.base_mape)
+    assert refit.report is None
+    single = model.fit([measure(family(17, 1)[0], 1e-4)])
+    assert single.report is not None
+    assert math.isnan(single.report.base_mape)
+
+
+def test_runs_of_one_program_are_left_out_together(make_workload: Callable[..., Workload], measure: Measure) -> None:
+    """They share what the base gets wrong: one would tell the other's seconds."""
+    a, b, c = make_workload(), make_workload(loop_count=8.0), make_workload(num_envs=128.0)
+    programs = [fitting._program(measure(w, 1.0)) for w in (a, b, c, a)]
+    assert programs[0] == programs[1] == programs[3] != programs[2]
+
+
+def test_what_was_learnt_elsewhere_is_kept_where_little_is_measured(family: Family, hardware: Hardware, measure: Measure) -> None:
+    """Every stage is three times off on one machine; another, twice as slow as that, says so with two runs."""
+    factors = np.where(np.arange(len(STAGES)) % 2 == 0, 3.0, 1.0 / 3.0)
+    elsewhere = dataclasses.replace(hardware, cpu="another")
+
+    def seconds(workloads: list[Workload]) -> np.ndarray:
+        return np.asarray(all_stages(stack(workloads), hardware_rates(hardware))).astype(np.float64) @ factors
+
+    many, few, test = family(22, 80), family(23, 2), family(24, 70)
+    taught = RuntimePredictor().fit([measure(w, s, hardware=elsewhere) for w, s in zip(many, seconds(many), strict=True)])
+    runs = [measure(w, 2.0 * s) for w, s in zip(few, seconds(few), strict=True)]
+    errors = [held_out_errors(model.fit(runs), test, 2.0 * seconds(test), hardware)[1] for model in (RuntimePredictor(), taught)]
+    assert errors[1] < 0.1
+    assert errors[1] < 0.5 * errors[0]
 
 
 def test_luck_is_not_skill() -> None:
     rng = np.random.default_rng(0)
     error, noise = rng.normal(size=16), rng.normal(size=16)
-    assert fitting.choose_shrinkage(error, np.zeros(16)) == 0.0
-    assert fitting.choose_shrinkage(error, -error) == 0.0
-    assert fitting.choose_shrinkage(error, error) == pytest.approx(1.0)
-    assert fitting.choose_shrinkage(error, 2.0 * error) == pytest.approx(0.5)
-    assert fitting.choose_shrinkage(error, 0.1 * noise) == 0.0
-
-
-def test_repeats_of_a_workload_are_held_out_together(family: Family, measure: Measure) -> None:
-    workloads = family(18, 6)
-    folds = fitting._folds([measure(workloads[i], 1.0) for i in (0, 1, 0, 2, 1, 0, 3, 4, 5)])
-    assert folds[0] == folds[2] == folds[5]
-    assert folds[1] == folds[4]
-    assert len(set(folds[[0, 1, 3, 6]])) == 4
+    assert fitting.choose_shrinkage(error, np.zeros(16), error) == 0.0
+    assert fitting.choose_shrinkage(error, -error, error) == 0.0
+    assert fitting.choose_shrinkage(error, error, error) == pytest.approx(1.0)
+    assert fitting.choose_shrinkage(error, 2.0 * error, error) == pytest.approx(0.5)
+    assert fitting.choose_shrinkage(error, 0.1 * noise, error) == 0.0
 
 
 def test_medians_weigh_the_newest_most() -> None:
@@ -165,7 +195,7 @@ def test_calibration_follows_the_newest_baselines(family: Family, hardware: Hard
     calibrated = model.calibrate(runs)
     for w, before in zip(workloads, predictions, strict=True):
         after = calibrated.predict(w, hardware)
-        assert after.seconds_per_env_step == pytest.approx(before.seconds_per_env_step * 1.7, rel=1e-4)
+        assert after.seconds_per_env_step == pytest.approx(before.seconds_per_env_step * 1.7, rel=0.02)
         assert after.env_steps_per_second == pytest.approx(1.0 / after.seconds_per_env_step)
         assert after.updates_per_second == pytest.approx(after.env_steps_per_second * w.replay_ratio / w.batch_size)
         assert after.compile_seconds == pytest.approx(before.compile_seconds * 2.0, rel=1e-4)
@@ -221,7 +251,7 @@ def test_a_damaged_predictor_is_one_line(tmp_path: Path) -> None:
     text = meta.read_text()
     meta.write_text("{")
     assert "not a saved predictor" in message()
-    meta.write_text(json.dumps({**json.loads(text), "stages": ["another"]}))
+    meta.write_text(json.dumps({**json.loads(text), "schema": "another"}))
     assert "another version" in message()
     meta.write_text(text)
     arrays = tmp_path / "model" / "arrays.npz"
@@ -257,4 +287,4 @@ def test_runs_from_the_cache_do_not_say_what_compiling_costs(
     assert first.peak_bytes < before.peak_bytes * 0.9
     again = model.calibrate([measure(workload, seconds, from_cache=True, **figures)]).predict(workload, hardware)
     assert (again.compile_seconds, again.peak_bytes) == (before.compile_seconds, before.peak_bytes)
-    assert again.seconds_per_env_step == pytest.approx(seconds)
+    assert again.seconds_per_env_step == pytest.approx(seconds, rel=0.05)

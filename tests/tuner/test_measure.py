@@ -181,6 +181,30 @@ def test_costs_are_counted_from_the_trace() -> None:
     assert cost.layers == 5
 
 
+def test_elements_are_those_that_are_written_or_reduced_and_moved_ones_are_counted_apart() -> None:
+    params = {"a": jnp.zeros((8, 16))}
+
+    def function(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        y = jax.nn.relu(x @ params["a"])  # 2 x 16 each
+        y = jnp.pad(y.reshape(2, 4, 4), ((0, 0), (1, 1), (0, 0)))  # 2 x 6 x 4
+        return y.astype(jnp.bfloat16).sum(axis=(1, 2), dtype=jnp.bfloat16)  # of 48
+
+    cost = count_cost(function, params, jax.ShapeDtypeStruct((2, 8), "float32"))
+    assert cost.moved == 48
+    assert cost.elements == 32 + 32 + 48
+
+
+def test_elements_of_a_row_do_not_count_what_is_done_to_parameters() -> None:
+    """In 16 bits parameters are made narrower, once for all rows."""
+    costs = {}
+    for level in ("O0", "O1"):
+        config = concrete(Config.preset("gymnax:CartPole-v1").replace({"precision.level": level, "network.width": 64}), "cpu")
+        workload = describe(config)
+        costs[level] = workload.represent_elements, workload.dynamics_elements, workload.predict_elements
+        assert workload.represent_elements < workload.represent_params
+    assert costs["O1"] == pytest.approx(costs["O0"], rel=0.05)
+
+
 def test_a_measurement_says_whether_its_programs_had_been_compiled(
     tiny: Config, machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def test_measuring_and_predicting_give_the_same_keys(tmp_path: Path) -> None:
     predicted = muzerox("predict", *OPTIONS, "--json", cwd=tmp_path)
     assert predicted.returncode == 0, predicted.stderr
     one, other = json.loads(measured.stdout), json.loads(predicted.stdout)
-    assert list(one) == list(other)
+    assert list(one) == [name for name in other if name not in ("interval", "shares")]  # which only a prediction has
     assert one["outcome"] == other["outcome"] == "ok"
     assert other["seconds_per_env_step"] == pytest.approx(one["seconds_per_env_step"], rel=1.0)  # it has just seen it
     assert list(tmp_path.iterdir()) == []  # neither writes anything here
