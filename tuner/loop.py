@@ -238,13 +238,15 @@ class _Tuning:
         changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
         number = len(self.trials)
         first = self.trials[0].measurement.wall_seconds if self.trials else 60.0
-        self.progress.trial(number, role, self._describe_changes(changes), self._expected(config), self.elapsed)
+        expected = self.predictor.predict(describe(config), self.hardware)
+        self.progress.trial(number, role, self._describe_changes(changes), expected.seconds_per_env_step, self.elapsed)
         before = time.monotonic()
         measurements = measure_config(
             config,
             hardware=self.hardware,
             seconds=self.burst,
-            timeout=max(30.0, 3.0 * first),
+            # The first may have found its programs in the cache, and a core may be all that another compiles with.
+            timeout=max(30.0, 3.0 * first, 5.0 * expected.compile_seconds),
             loop_counts=self._shared_settings(config),
         )
         share = (time.monotonic() - before) / len(measurements)
@@ -296,9 +298,6 @@ class _Tuning:
             float(np.exp(self.predictor.base_log_seconds(workload, self.hardware))),
             self.predictor.predict(workload, self.hardware).seconds_per_env_step,
         )
-
-    def _expected(self, config: Config) -> float:
-        return self.predictor.predict(describe(config), self.hardware).seconds_per_env_step
 
     def _allocate(self, config: Config, temperature: float) -> tuple[Config, np.ndarray]:
         """The configuration under its allocation, and the use [R] predicted of it."""
