@@ -52,7 +52,7 @@ class FitReport:
     shrinkage: float  # of the network's output; 0: it is not heard
     noise: float  # of a measurement, standard deviation of log seconds
     base_log_error: float  # mean absolute error of log seconds without the network
-    residual_log_error: float  # with it, heard or not
+    residual_log_error: float  # with it, as far as it is heard
     base_mape: float  # mean absolute error over measured seconds
     residual_mape: float
 
