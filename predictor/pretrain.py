@@ -1,9 +1,9 @@
 """Trains the graph network on simulated pipelines, and loads the one that ships.
 
 It learns what the simulator says of a pipeline beyond the analytic base: log of simulated over base seconds, cores busy, the
-share of time each kind of thread works, how full queues are. No measurement is involved: they train it further
-(:mod:`predictor.fit`). A third of the pipelines are one program instead of threads, of which
-there is nothing to simulate: the network still has to tell how their stages share the time.
+share of time each kind of thread works, how full queues are. No measurement is involved: those train it further
+(:mod:`predictor.fit`). A third of the pipelines are one program instead of threads, of which there is nothing to simulate: the
+network still has to tell how their stages share the time.
 """
 
 from __future__ import annotations
