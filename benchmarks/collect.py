@@ -121,7 +121,8 @@ def points_of(seed: int, task: Task, hardware: Any, most_seconds: float) -> Iter
     from scipy.stats import qmc
 
     from predictor import RuntimePredictor
-    from tuner.bridge import Config, ConfigError, concrete, describe
+    from tuner.bridge import Config, ConfigError, concrete
+    from tuner.workload import describe
 
     axes, model = choices_of(task, hardware), RuntimePredictor()
     sobol = qmc.Sobol(len(axes), seed=seed)
@@ -184,7 +185,8 @@ def describe_again(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any
     from rich.progress import track
 
     from predictor.schema import SCHEMA
-    from tuner.bridge import Config, describe
+    from tuner.bridge import Config
+    from tuner.workload import describe
 
     for row in track(rows, "configurations", console=console):
         old = row["measurement"]

@@ -1,31 +1,24 @@
-"""The only file that imports muzerox: configurations to workloads, and a training session that can be timed.
+"""The only file that imports muzerox: what a configuration may be here, and a training session that can be timed.
 
 Everything the tuner knows of a configuration, an environment or a run, it asks here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import hashlib
-import itertools
-import json
 import math
-import platform as host
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import numpy as np
 
 from muzerox import allocation as allocations
 from muzerox import usage
 from muzerox.algorithms import make_algorithm
-from muzerox.allocation import available_cores, available_memory
+from muzerox.allocation import GIB, available_cores, available_memory
 from muzerox.cli import add_config_arguments, add_output_arguments, make_config
 from muzerox.commands import Command, Extension
 from muzerox.compilation import cache_use, enable_cache, home
@@ -42,14 +35,16 @@ from muzerox.runtimes import make_runtime, resolve_kind
 from muzerox.runtimes.sebulba.pipeline import make_window
 from muzerox.search import ENGINES, default_engine
 from muzerox.types import Environment, HostEnvironment
-from predictor import Workload
-from tuner.flops import Cost, count_cost
 
 __all__ = [
+    "ENGINES",
+    "GIB",
+    "POLICIES",
     "Command",
     "Config",
     "ConfigError",
     "Extension",
+    "HostEnvironment",
     "RunDir",
     "RunFailed",
     "Session",
@@ -63,13 +58,15 @@ __all__ = [
     "bounded_num_envs",
     "bounded_staleness",
     "concrete",
-    "describe",
     "device_facts",
     "enable_cache",
+    "environment",
     "get",
     "home",
+    "in_process",
     "load_config",
     "make_config",
+    "make_model",
     "print_table",
     "toml",
     "valid",
@@ -79,7 +76,7 @@ __all__ = [
 # Collecting the first sequences may take this share of the training, at most: the agent acts at random until then.
 WARMUP_SHARE = 0.02
 
-_environment: Callable[[str], Environment | HostEnvironment] = functools.lru_cache(8)(make_env)
+environment: Callable[[str], Environment | HostEnvironment] = functools.lru_cache(8)(make_env)
 
 
 def concrete(config: Config, platform: str) -> Config:
@@ -90,7 +87,7 @@ def concrete(config: Config, platform: str) -> Config:
     Raises:
       UserError: an environment that cannot be served, or not by the configured runtime.
     """
-    config = resolve_kind(config, _environment(config.env))
+    config = resolve_kind(config, environment(config.env))
     level = config.precision.level if config.precision.level != "auto" else default_level(platform)
     precision = resolve(dataclasses.replace(config.precision, level=level))
     changes: dict[str, Any] = {f"precision.{k}": v for k, v in dataclasses.asdict(precision).items()}
@@ -149,134 +146,6 @@ def valid(config: Config, path: str, value: Any, platform: str) -> bool:
     except ConfigError:
         return path == "search.split"
     return True
-
-
-def describe(config: Config) -> Workload:
-    """A concrete configuration in numbers. Its networks are only traced; its environment, where it runs on the host, is timed.
-
-    Raises:
-      UserError: an environment that cannot be served or does not fit the networks.
-      RunFailed: an environment that fails when it is stepped.
-    """
-    spec = _environment(config.env).spec
-    policy = POLICIES[config.precision.level]
-    model = make_model(config.network, spec, policy)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-
-    def observations(rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *spec.observation_shape), spec.observation_dtype)
-
-    def costs_of(rows: int) -> dict[str, Cost]:
-        action = jax.ShapeDtypeStruct((rows,), np.int32)
-        hidden = jax.eval_shape(model.represent, params, observations(rows))
-        return {
-            "represent": count_cost(model.represent, params, observations(rows)),
-            "dynamics": count_cost(model.dynamics, params, hidden, action),
-            "predict": count_cost(model.predict, params, hidden),
-        }
-
-    costs, of_two = costs_of(1), costs_of(2)
-    hidden = jax.eval_shape(model.represent, params, observations(1))
-    search, train = config.search, config.train
-    bits = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
-    return Workload(
-        observation_bytes=float(math.prod(spec.observation_shape) * np.dtype(spec.observation_dtype).itemsize),
-        num_actions=float(spec.num_actions),
-        num_players=float(spec.num_players),
-        num_envs=float(config.runtime.num_envs),
-        **{f"{name}_flops": cost.flops for name, cost in costs.items()},
-        **{f"{name}_params": cost.params for name, cost in costs.items()},
-        **{f"{name}_layers": cost.layers for name, cost in costs.items()},
-        # Of one row more: parameters are made narrower once, whatever the number of rows.
-        **{f"{name}_elements": of_two[name].elements - cost.elements for name, cost in costs.items()},
-        **{f"{name}_moved": of_two[name].moved - cost.moved for name, cost in costs.items()},
-        hidden_size=float(math.prod(hidden.shape)),
-        num_bins=float(config.network.num_bins),
-        num_simulations=float(search.num_simulations),
-        puct=float(search.algorithm == "muzero"),
-        search_split=float(search.split),
-        search_engine=float(list(ENGINES).index(search.engine)),
-        capacity=float(config.replay.capacity),
-        replay_ratio=float(config.replay_ratio),
-        prioritized=float(config.replay.kind == "prioritized"),
-        replay_on_host=float(config.replay.placement == "host"),
-        batch_size=float(train.batch_size),
-        unroll_steps=float(train.unroll_steps),
-        td_steps=float(train.td_steps),
-        reanalyze_fraction=config.reanalyzed / train.batch_size,
-        loop_count=float(config.runtime.loop_count),
-        compute_bits=bits[policy.compute],
-        embedding_bits=bits[policy.embedding],
-        cores=float(config.allocation.cores or 1),
-        memory_bytes=(config.allocation.memory_gib or 0.0) * allocations.GIB,
-        **_describe_runtime(config),
-    )
-
-
-def _describe_runtime(config: Config) -> dict[str, float]:
-    """The fields of a Workload that only one of the runtimes reads; of the other they are what they have no effect at."""
-    runtime = config.runtime
-    names = ("cpu_actors", "search_queue_size", "batch_queue_size", "acting_devices", "searching_devices", "learning_devices")
-    sebulba = runtime.kind == "sebulba"
-    return {
-        "sebulba": float(sebulba),
-        "selfplay_workers": float(config.selfplay_workers),
-        **{name: float(getattr(runtime, name)) if sebulba else 0.0 for name in names},
-        "role_threads": float(runtime.role_threads) if sebulba else 0.0,
-        "step_in_process": float(sebulba and runtime.step_in == "process"),
-        "host_step_seconds": host_step_seconds(config.env),
-        "num_devices": 1.0 if sebulba else float(runtime.num_devices),
-    }
-
-
-_LEAST_STEP = 1e-7  # seconds; no environment in Python or C takes less
-
-
-@functools.lru_cache(8)
-def host_step_seconds(env_id: str) -> float:
-    """Seconds of a step of one environment on the host, measured once a machine; 0 for one that is a program of the device.
-
-    Raises:
-      RunFailed: it fails when it is stepped.
-    """
-    if not isinstance(_environment(env_id), HostEnvironment):
-        return 0.0
-    machine = [env_id, host.node(), host.machine(), len(available_cores())]
-    file = home() / "environments" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:12]}.json"
-    try:
-        return float(json.loads(file.read_text("utf-8"))["step_seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        file.unlink(missing_ok=True)  # not measured yet, or damaged
-    seconds = _time_steps(env_id)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps({"env": env_id, "step_seconds": seconds}) + "\n")
-    return seconds
-
-
-def _time_steps(env_id: str, few: int = 2, many: int = 66, rows: int = 100) -> float:
-    """By what a row takes longer with many environments than with few: what a row costs by itself is counted elsewhere.
-
-    Rows of the two alternate, so that a machine that slows down meanwhile slows both. In processes of their own, so that an
-    environment which crashes or hangs takes nothing with it.
-    """
-    actions = np.random.default_rng(0)
-    passed: dict[int, list[float]] = {few: [], many: []}
-    try:
-        with contextlib.ExitStack() as stack:
-            batches = {}
-            for num_envs in passed:
-                batches[num_envs] = in_process(env_id, num_envs, 0, 60.0)
-                stack.callback(batches[num_envs].close)
-            num_actions = {num_envs: batch.reset().legal.shape[1] for num_envs, batch in batches.items()}
-            for _, (num_envs, batch) in itertools.product(range(rows), batches.items()):
-                action = actions.integers(0, num_actions[num_envs], num_envs).astype(np.int32)
-                start = time.perf_counter()
-                batch.step(action)
-                passed[num_envs].append(time.perf_counter() - start)
-    except (RuntimeError, TimeoutError, OSError) as error:
-        raise RunFailed(f"{env_id} fails when it is stepped: {' '.join(str(error).split())[:300]}") from None
-    longer = statistics.median(b - a for a, b in zip(passed[few], passed[many], strict=True)) / (many - few)
-    return float(f"{max(longer, _LEAST_STEP):.2g}")
 
 
 class Session:

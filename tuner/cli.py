@@ -193,10 +193,11 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _predict(args: argparse.Namespace) -> int:
     from predictor import RuntimePredictor
-    from tuner.bridge import allocation_checked, concrete, describe, enable_cache
+    from tuner.bridge import allocation_checked, concrete, enable_cache
     from tuner.fingerprint import fingerprint
     from tuner.history import shared_measurements
     from tuner.loop import HISTORY
+    from tuner.workload import describe
 
     _stay_off_the_accelerator()
     config = allocation_checked(make_config(args))

@@ -28,7 +28,6 @@ from tuner.bridge import (
     bounded_num_envs,
     bounded_staleness,
     concrete,
-    describe,
     enable_cache,
     get,
     valid,
@@ -41,6 +40,7 @@ from tuner.objective import STALENESS_PRICE, Limits, energy, excluded, price
 from tuner.report import Progress, draw_history
 from tuner.result import TuneResult, parse_budget
 from tuner.space import Space, knobs_up_to, make_space
+from tuner.workload import describe
 
 COOLING = 0.8  # of the outer temperature, a round
 FINAL_TEMPERATURE = 0.05  # relative to the first: rounds end here if the budget lasts

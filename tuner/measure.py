@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from predictor import Hardware, Measurement, Outcome
-from tuner.bridge import Config, RunFailed, concrete, describe
+from tuner.bridge import Config, RunFailed, concrete
+from tuner.workload import describe
 
 BURST_SECONDS = 0.4
 REPEATS = 5

@@ -14,12 +14,13 @@ import pytest
 import tuner
 from muzerox import Config, UserError
 from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
-from tuner.bridge import describe, load_config
+from tuner.bridge import load_config
 from tuner.history import TuneDir
 from tuner.loop import MIN_GAIN, space_around
 from tuner.objective import NO_POINT, Limits, energy
 from tuner.report import median_errors
 from tuner.result import parse_budget
+from tuner.workload import describe
 
 TINY = {
     "replay.min_size": 64,

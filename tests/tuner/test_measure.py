@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import pytest
 
 from predictor import Hardware, Measurement, Outcome, Workload
-from tuner.bridge import Config, concrete, describe
+from tuner.bridge import Config, concrete
 from tuner.flops import count_cost
 from tuner.measure import Timing, Worker, WorkerFailed, clearly_faster, measure_config, measure_in_alternation, paired_ratio
+from tuner.workload import describe
 
 CORES = len(os.sched_getaffinity(0))
 

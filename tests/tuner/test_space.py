@@ -14,10 +14,11 @@ from muzerox.config import Config, paths
 from muzerox.runtimes.sebulba.pipeline import make_window
 from predictor import Workload, staleness
 from predictor.graph import EDGE_TYPES, NODE_TYPES
-from tuner import bridge
-from tuner.bridge import concrete, describe, get
+from tuner import workload
+from tuner.bridge import concrete, get
 from tuner.loop import space_around
 from tuner.space import EFFECTS, KNOBS, Space, feasible, knobs_up_to, workloads
+from tuner.workload import describe
 
 
 def space_of(config: Config, effect: str = "neutral") -> Space:
@@ -104,19 +105,20 @@ def test_the_bridge_counts_what_the_runtime_lets_get_old(env: str) -> None:
 
 def test_a_step_on_the_host_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MUZEROX_HOME", str(tmp_path))
-    bridge.host_step_seconds.cache_clear()
-    found = bridge.host_step_seconds("gymnasium:CartPole-v1")
+    workload.host_step_seconds.cache_clear()
+    found = workload.host_step_seconds("gymnasium:CartPole-v1")
     assert 1e-7 < found < 1e-2
-    monkeypatch.setattr(bridge, "_time_steps", lambda _: pytest.fail("measured again"))
-    bridge.host_step_seconds.cache_clear()
-    assert bridge.host_step_seconds("gymnasium:CartPole-v1") == found
-    assert bridge.host_step_seconds("gymnax:CartPole-v1") == 0.0  # a program of the device
+    monkeypatch.setattr(workload, "_time_steps", lambda _: pytest.fail("measured again"))
+    workload.host_step_seconds.cache_clear()
+    assert workload.host_step_seconds("gymnasium:CartPole-v1") == found
+    assert workload.host_step_seconds("gymnax:CartPole-v1") == 0.0  # a program of the device
     (kept,) = (tmp_path / "environments").iterdir()
-    kept.write_text("{")
-    monkeypatch.setattr(bridge, "_time_steps", lambda _: 2e-5)
-    bridge.host_step_seconds.cache_clear()
-    assert bridge.host_step_seconds("gymnasium:CartPole-v1") == 2e-5
-    bridge.host_step_seconds.cache_clear()
+    monkeypatch.setattr(workload, "_time_steps", lambda _: 2e-5)
+    for damaged in ("{", '{"step_seconds": 1e-08}'):  # the second is what one slow moment once left
+        kept.write_text(damaged)
+        workload.host_step_seconds.cache_clear()
+        assert workload.host_step_seconds("gymnasium:CartPole-v1") == 2e-5
+    workload.host_step_seconds.cache_clear()
 
 
 def test_decoding_and_encoding_are_inverse() -> None:

@@ -17,12 +17,13 @@ import tuner
 from muzerox import UserError, usage
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, Workload, hardware_rates
 from tuner import comparison
-from tuner.bridge import Config, Session, concrete, describe
+from tuner.bridge import Config, Session, concrete
 from tuner.history import Trial, TuneDir, shared_measurements
 from tuner.loop import space_around
 from tuner.measure import measure_config
 from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, energy, excluded, price
 from tuner.report import pipeline_row, wait_rows
+from tuner.workload import describe
 
 
 def test_a_process_does_not_inherit_the_peak_of_who_started_it() -> None:
