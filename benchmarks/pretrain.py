@@ -52,9 +52,9 @@ def make_network(args: Any, figures: dict[str, Any]) -> Any:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--pipelines", type=int, default=24_000)
-    parser.add_argument("--held-out", type=int, default=4_096)
-    parser.add_argument("--steps", type=int, default=6_000, help="of gradient descent, each on 128 pipelines")
+    parser.add_argument("--pipelines", type=int, default=16_000)
+    parser.add_argument("--held-out", type=int, default=2_048)
+    parser.add_argument("--steps", type=int, default=4_000, help="of gradient descent, each on 128 pipelines")
     parser.add_argument("--data", type=Path, default=DATA / "collected", help="folder of what was measured")
     parser.add_argument("--keep-network", action="store_true", help="fit the predictor about the network in the package")
     parser.add_argument("--save", action="store_true", help="replace what is in the package")

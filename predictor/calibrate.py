@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from predictor.analytic import Value
+from predictor.fit import KNOWN_MACHINE, NEW_MACHINE
 from predictor.posterior import local_level
 from predictor.schema import Measurement, Outcome
 
 _HALF_LIFE = 4.0  # measurements after which an older one counts half
 # Of logarithms of seconds, standard deviations:
-_NEW_MACHINE, _KNOWN_MACHINE = 1.0, 0.2  # of the offset, before anything here is measured; of a known one, that of a kind of work
 _MISFIT = 0.2  # of a prediction, the offset apart
 _DRIFT = 0.03  # of the offset from one measurement to the next
 
@@ -110,7 +110,7 @@ def fit_offsets(
         differences,
         np.full(len(told), _MISFIT),
         start=float(before.log_seconds),
-        prior=_KNOWN_MACHINE if known else _NEW_MACHINE,
+        prior=KNOWN_MACHINE if known else NEW_MACHINE,
         drift=_DRIFT,
     )
     logs = {name: log_offset(name) for name in _FIGURES} | {"log_seconds": np.float32(level)}

@@ -29,8 +29,8 @@ from predictor.overlap import total
 from predictor.posterior import Block, choose_scales, condition, conformal_factor, leave_out
 from predictor.schema import Measurement, Outcome, Workload
 
-_MACHINE = 1.0  # scale of how much faster or slower than its rates say a machine is as a whole, in logarithms
-_KNOWN_MACHINE = 0.2  # the same, where that was learnt before, from other work or on another day
+NEW_MACHINE = 1.0  # scale of how much faster or slower than its rates say a machine is as a whole, in logarithms
+KNOWN_MACHINE = 0.2  # the same, where that was learnt before, from other work or on another day
 _STAGE = 0.25  # scale of the logarithm of a coefficient, before anything is measured
 _STAGE_SCALES, _LIKELY_STAGE = (0.05, 0.1, 0.2, 0.4), 0.05  # of what it is on this machine, beside that
 _NOISES, _LIKELY_NOISE = (0.06, 0.12, 0.17, 0.24, 0.34), 0.17
@@ -83,7 +83,7 @@ def usable(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 def untaught(network: Network) -> Fit:
     """Before anything was measured: typical coefficients, and a network that has no say yet."""
-    scales = [_MACHINE, *[_STAGE] * len(STAGES)]
+    scales = [NEW_MACHINE, *[_STAGE] * len(STAGES)]
     spread = Spread(np.diag(np.array(scales, np.float32)), np.float32(_LIKELY_NOISE), np.float32(1.645))
     return Fit(np.ones(len(STAGES), np.float32), network, np.float32(0.0), np.float32(0.0), spread, None)
 
@@ -157,7 +157,7 @@ def _fit_base(
     """Coefficients [S] and how sure they are; errors [n] of what was left out, and the deviations [n] expected of those."""
     count, enough = len(measured), len(measured) >= _FEWEST
     machines = _machines(measured)
-    machine = _KNOWN_MACHINE if {m.hardware.id for m in measured} <= set(known) else _MACHINE
+    machine = KNOWN_MACHINE if {m.hardware.id for m in measured} <= set(known) else NEW_MACHINE
     learnt = np.asarray(before.spread.root, np.float64)[1:]
     noises = _NOISES if enough else (float(before.spread.noise),)
     # This machine as a whole, and each stage: what was learnt before and how it differs here.

@@ -54,11 +54,6 @@ def init(key: jax.Array, *, width: int = 32, num_layers: int = 2) -> Network:
     }
 
 
-def blank() -> Network:
-    """Parameters of the default size that are all zeros: the output is 0, and nothing had to be compiled to make them."""
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(init, jax.random.key(0)))
-
-
 def pool(network: Network, graph: jraph.GraphsTuple) -> jax.Array:
     """Global node features and global edge features of each of C graphs, side by side: float32 [C, 2 D]."""
     nodes, edges = graph.nodes @ network["node_in"], graph.edges @ network["edge_in"]

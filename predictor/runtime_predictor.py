@@ -188,7 +188,7 @@ class RuntimePredictor:
         params = Params(*fitted[:-1], self.params.offsets)
         machines = tuple(dict.fromkeys([*self.machines, *(m.hardware.id for m in measurements)]))
         model = RuntimePredictor(params, fitted.report, machines).calibrate(measurements)
-        # The fit has told already how fast the machine is, and how it drifted.
+        # The fit has told already how fast the machine is.
         return model._with_offsets(log_seconds=0.0)
 
     def _with_offsets(self, **values: float) -> RuntimePredictor:
