@@ -2,44 +2,28 @@
 
 Every task (environment and runtime) has axes, and every axis its choices; scrambled Sobol points choose among them, so that any
 first part of a collection covers the space evenly. Processes are measured in pairs, burst by burst in alternation; under Anakin a
-process measures a second loop count too. Every seventh process is measured again at the end, in another process: the
-differences are the noise floor. What failed is a row as well.
+process measures a second loop count too. At the end everything that ran is measured again, in other processes, in the same
+order: the differences are the noise floor. What failed is a row as well.
 
 Rows go to ``collected/<kind of machine>.jsonl`` as they are measured, with ``--record`` to the one under ``data/``. Run it again
-to go on where it was stopped.
+to go on where it was stopped, or with a larger ``--count`` or ``--again`` for more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
-import os
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from common import DATA, make_parser, use_device
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from measuring import Point, Task, add_options, append, console, measure_all, progress_bar, read
 from rich.table import Table
 
-REPEATED = 7  # every so many processes, one is measured again; no divisor of the tasks, or some would never be
 _CONTRADICTIONS = 1000  # points in a row that contradict themselves: the axes do
-console = Console(stderr=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """An environment under a runtime."""
-
-    name: str
-    env: str
-    kind: str
-    axes: dict[str, tuple[Any, ...]]  # beside those of its runtime, or instead
 
 
 _COMMON: dict[str, tuple[Any, ...]] = {
@@ -91,22 +75,6 @@ TASKS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One process to be measured."""
-
-    task: Task
-    index: int  # among the task's Sobol points, those left out counted
-    repeat: int  # 0, or 1 when it is measured again
-    config: Any
-    loop_counts: tuple[int, ...]  # further ones of the same process
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """What tells its rows apart from another's."""
-        return self.task.name, self.index, self.repeat
-
-
 def choices_of(task: Task, hardware: Any) -> dict[str, tuple[Any, ...]]:
     """The axes of a task on a machine."""
     axes = dict(task.axes)
@@ -116,8 +84,11 @@ def choices_of(task: Task, hardware: Any) -> dict[str, tuple[Any, ...]]:
     return axes | {"allocation.cores": tuple(cores), "allocation.memory_gib": _MEMORY}
 
 
-def points_of(seed: int, task: Task, hardware: Any, most_seconds: float) -> Iterator[Point]:
-    """The task's processes, without end; those that contradict themselves or would take too long are left out."""
+def points_of(task: Task, hardware: Any, most_seconds: float, first: int) -> Iterator[Point]:
+    """The task's processes from its ``first`` Sobol point on, without end.
+
+    Those that contradict themselves or would take too long are left out.
+    """
     from scipy.stats import qmc
 
     from predictor import RuntimePredictor
@@ -125,10 +96,10 @@ def points_of(seed: int, task: Task, hardware: Any, most_seconds: float) -> Iter
     from tuner.workload import describe
 
     axes, model = choices_of(task, hardware), RuntimePredictor()
-    sobol = qmc.Sobol(len(axes), seed=seed)
+    sobol = qmc.Sobol(len(axes), seed=TASKS.index(task)).fast_forward(first)
     base = Config.preset(task.env).replace("runtime.kind", task.kind)
     contradictions = 0  # in a row
-    for index in itertools.count():
+    for index in itertools.count(first):
         drawn = sobol.random(1)[0]
         changes = {name: choices[int(x * len(choices))] for (name, choices), x in zip(axes.items(), drawn, strict=True)}
         try:
@@ -149,32 +120,34 @@ def points_of(seed: int, task: Task, hardware: Any, most_seconds: float) -> Iter
         yield Point(task, index, 0, config, further)
 
 
-def design(count: int, hardware: Any, most_seconds: float) -> Iterator[Point]:
-    """Processes, of all tasks in turns, that give ``count`` configurations, then those measured again."""
-    streams = [points_of(seed, task, hardware, most_seconds) for seed, task in enumerate(TASKS)]
-    found: list[Point] = []
-    while sum(1 + len(point.loop_counts) for point in found) < count:
-        found.append(next(streams[len(found) % len(streams)]))
-        yield found[-1]
-    for point in found[::REPEATED]:
-        yield dataclasses.replace(point, repeat=1)
+def design(rows: Sequence[dict[str, Any]], count: int, hardware: Any, most_seconds: float) -> Iterator[Point]:
+    """Processes that are missing for ``rows`` to be of ``count`` configurations, from the tasks that have the fewest."""
+    own = [{row["index"] for row in rows if row["task"] == task.name} for task in TASKS]
+    streams = [points_of(task, hardware, most_seconds, max(seen, default=-1) + 1) for task, seen in zip(TASKS, own, strict=True)]
+    processes, configurations = [len(seen) for seen in own], sum(row["repeat"] == 0 for row in rows)
+    while configurations < count:
+        fewest = processes.index(min(processes))
+        point = next(streams[fewest])
+        processes[fewest] += 1
+        configurations += 1 + len(point.loop_counts)
+        yield point
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """The rows of a collection; a last line that a kill cut short is left out, and cut off."""
-    if not file.exists():
-        return []
-    text = file.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if whole != text:
-        os.truncate(file, len(whole))
-    rows = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            raise SystemExit(f"{file}:{number}: not a row: {line[:80]!r}") from None
-    return rows
+def measured_again(rows: Sequence[dict[str, Any]], times: int) -> Iterator[Point]:
+    """Processes of ``rows`` that ran, all once more before any of them twice, until each was measured again ``times``."""
+    from tuner.bridge import Config
+
+    tasks = {task.name: task for task in TASKS}
+    processes: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        processes.setdefault((row["task"], row["index"], row["repeat"]), []).append(row)
+    first = {key: own for key, own in processes.items() if key[2] == 0}
+    for repeat in range(1, times + 1):
+        for (name, index, _), own in first.items():
+            ran = all(row["measurement"]["outcome"] == "ok" for row in own)
+            if ran and (name, index, repeat) not in processes:
+                further = tuple(row["config"]["runtime"]["loop_count"] for row in own[1:])
+                yield Point(tasks[name], index, repeat, Config.from_dict(own[0]["config"]), further)
 
 
 def describe_again(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
@@ -203,71 +176,22 @@ def describe_again(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any
     return rows
 
 
-def append(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Adds rows and returns when they are on disk."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab") as out:
-        out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def probe() -> float:
-    """Seconds of the same little work every time, the least of several: how fast the machine is at the moment."""
-    import numpy as np
-
-    matrix, array, times = np.ones((384, 384), np.float32), np.ones(2**22, np.float32), []
-    for _ in range(7):
-        start = time.perf_counter()
-        float((matrix @ matrix)[0, 0] + (array * 2.0)[0])
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def measure(pair: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, Any]]:
-    """The rows of processes that are measured in alternation."""
-    from tuner.measure import measure_group
-
-    group = [(point.config, point.loop_counts) for point in pair]
-    before = probe()
-    measured = measure_group(group, hardware=hardware, rounds=args.rounds, seconds=args.seconds, timeout=args.timeout)
-    probes = [before, probe()]
-    return [
-        {
-            "task": point.task.name,
-            "index": point.index,
-            "repeat": point.repeat,
-            "probe_seconds": probes,
-            "config": point.config.replace("runtime.loop_count", int(found.workload.loop_count)).to_dict(),
-            "measurement": found.to_dict(),
-        }
-        for point, several in zip(pair, measured, strict=True)
-        for found in several
-    ]
-
-
 def collect(rows: list[dict[str, Any]], hardware: Any, args: Any, file: Path) -> None:
-    """Measures what ``rows`` lack of the design; adds it to them, and to the file."""
-    done = {(row["task"], row["index"], row["repeat"]) for row in rows}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("configurations", total=args.count)
-        points = design(args.count, hardware, args.most)
-        while pair := list(itertools.islice((point for point in points if point.key not in done), 2)):
-            new = measure(pair, hardware, args)
-            append(file, new)
-            rows += new
-            progress.update(bar, completed=sum(row["repeat"] == 0 for row in rows))
+    """Measures what ``rows`` lack of the design, and what is to be measured again; adds it to them, and to the file."""
+    with progress_bar() as progress:
+        points = list(design(rows, args.count, hardware, args.most))
+        measure_all(points, rows, hardware, args, file, progress, "pairs of processes")
+        measure_all(list(measured_again(rows, args.again)), rows, hardware, args, file, progress, "pairs measured again")
 
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """|log| of the ratio of seconds, of every configuration that ran twice."""
+    """|log| of the ratio of seconds, of every configuration's first two measurements."""
     seconds: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         if (value := row["measurement"].get("seconds_per_env_step")) is not None:
             key = row["task"], row["index"], row["config"]["runtime"]["loop_count"]
             seconds.setdefault(key, []).append(value)
-    return [abs(math.log(pair[1] / pair[0])) for pair in seconds.values() if len(pair) == 2]
+    return [abs(math.log(values[1] / values[0])) for values in seconds.values() if len(values) > 1]
 
 
 def show(rows: Sequence[dict[str, Any]], file: Path) -> None:
@@ -284,7 +208,7 @@ def show(rows: Sequence[dict[str, Any]], file: Path) -> None:
             name or "all",
             str(sum(row["repeat"] == 0 for row in own)),
             str(len(own) - len(rates)),
-            str(sum(row["repeat"] for row in own)),
+            str(sum(row["repeat"] > 0 for row in own)),
             *(f"{x:,.0f}" for x in spread),
             *[""] * (3 - len(spread)),
             f"{statistics.median(noise):.1%}" if noise else "",
@@ -295,15 +219,14 @@ def show(rows: Sequence[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--count", type=int, default=240, help="configurations, those measured again not counted")
-    parser.add_argument("--rounds", type=int, default=7, help="timed bursts of each")
-    parser.add_argument("--seconds", type=float, default=0.4, help="of a burst, about")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that compiling, or a burst, may take")
+    parser.add_argument("--again", type=int, default=1, help="how many times more each process that ran is measured")
+    add_options(parser)
     parser.add_argument("--most", type=float, default=2.0, help="seconds an update may take by the predictor; above, left out")
     parser.add_argument("--describe-again", action="store_true", help="bring rows of an older schema up to date first")
     parser.add_argument("--out", type=Path, help="folder of the rows (default: collected, here or with --record under data)")
     args = parser.parse_args()
-    if args.count < 1 or args.rounds < 1:
-        parser.error(f"--count ({args.count}) and --rounds ({args.rounds}) must be at least 1")
+    if args.count < 1 or args.again < 0:
+        parser.error(f"--count ({args.count}) must be at least 1, --again ({args.again}) at least 0")
     use_device(args.device)
 
     from tuner.fingerprint import fingerprint

@@ -13,11 +13,11 @@ import numpy as np
 class Data(NamedTuple):
     """A collection."""
 
-    measurements: list[Any]  # of configurations that ran
+    measurements: list[Any]  # of configurations that ran; their seconds are means over the times they did
     tasks: list[str]  # of each
     processes: np.ndarray  # [n] number of the process that each was measured in
     failures: list[Any]  # measurements of those that did not
-    repeated: list[list[float]]  # seconds of configurations that were measured again
+    repeated: list[list[float]]  # seconds of each configuration that was measured again, oldest first
 
 
 def at_reference_speed(rows: list[dict[str, Any]]) -> list[float]:
@@ -32,12 +32,14 @@ def at_reference_speed(rows: list[dict[str, Any]]) -> list[float]:
 def load(folder: Path) -> Data:
     """The rows of every machine in a folder, their seconds at the machine's reference speed.
 
-    Raises SystemExit where there are none, or one cannot be read.
+    A configuration that was measured more than once has the geometric mean of its seconds; whether it ran is what the first time
+    says. Raises SystemExit where there are none, or one cannot be read.
     """
     from predictor import Measurement, SchemaError
 
-    measurements, tasks, processes, failures = [], [], [], []
+    first: dict[tuple[Any, ...], dict[str, Any]] = {}
     seconds: dict[tuple[Any, ...], list[float]] = {}
+    failures = []
     for file in sorted(folder.glob("*.jsonl")):
         rows = []
         for number, line in enumerate(file.read_text().splitlines(), start=1):
@@ -47,20 +49,19 @@ def load(folder: Path) -> Data:
             except (ValueError, KeyError, TypeError, SchemaError) as error:
                 raise SystemExit(f"{file}:{number}: {error}") from None
         for row, factor in zip(rows, at_reference_speed(rows), strict=True):
-            measured, key = row["measurement"], (file.name, row["task"], row["index"])
-            if measured.seconds_per_env_step is not None:
-                measured = dataclasses.replace(measured, seconds_per_env_step=measured.seconds_per_env_step * factor)
-                seconds.setdefault((*key, measured.workload.loop_count), []).append(measured.seconds_per_env_step)
-            if row["repeat"]:
-                continue
-            if measured.outcome == "ok":
-                measurements.append(measured)
-                tasks.append(row["task"])
-                processes.append(key)
-            else:
+            measured = row["measurement"]
+            key = (file.name, row["task"], row["index"], measured.workload.loop_count)
+            if row["repeat"] == 0 and measured.outcome == "ok":
+                first[key] = row
+            elif row["repeat"] == 0:
                 failures.append(measured)
-    if not measurements:
+            if measured.outcome == "ok":
+                seconds.setdefault(key, []).append(measured.seconds_per_env_step * factor)
+    if not first:
         raise SystemExit(f"{folder}: nothing measured; run benchmarks/collect.py --record")
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(processes))}
-    repeated = [values for values in seconds.values() if len(values) > 1]
-    return Data(measurements, tasks, np.array([numbers[key] for key in processes]), failures, repeated)
+    mean = {key: float(np.exp(np.mean(np.log(values)))) for key, values in seconds.items()}
+    measurements = [dataclasses.replace(row["measurement"], seconds_per_env_step=mean[key]) for key, row in first.items()]
+    numbers = {process: number for number, process in enumerate(dict.fromkeys(key[:3] for key in first))}
+    processes = np.array([numbers[key[:3]] for key in first])
+    repeated = [seconds[key] for key in first if len(seconds[key]) > 1]
+    return Data(measurements, [row["task"] for row in first.values()], processes, failures, repeated)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).with_name("data")
-# A benchmark may have the name of the package it measures, and the folder of a script comes first.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+_HERE = Path(__file__).resolve().parent
+# A benchmark may have the name of the package it measures, and the folder of a script comes first: it comes last instead.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE] + [str(_HERE.parent), str(_HERE)]
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:

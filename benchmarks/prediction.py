@@ -1,5 +1,7 @@
 """Candidates a second that the predictor scores, base alone and with the graph network, and seconds a fit takes.
 
+The floor of the network is its multiplications, by the rate at which this machine multiplies large matrices, in the same run.
+
 The measurements are random workloads of made-up cost: what is timed does not depend on what was measured.
 """
 
@@ -49,6 +51,30 @@ def make_measurements(count: int, seed: int) -> list[Any]:
     ]
 
 
+def multiply_adds(network: Any) -> int:
+    """That the network needs for a candidate: projections of features, and of every layer."""
+    from predictor.graph import EDGE_WIDTH, EDGES, NODE_WIDTH, NODES
+
+    width, later = network["node_in"].shape[-1], len(network["layers"]) - 1
+    features = len(NODES) * NODE_WIDTH + len(EDGES) * EDGE_WIDTH * 4  # the first layer's edges are projected from them, too
+    return features * width + width**2 * (len(NODES) * 6 * (later + 1) + len(EDGES) * 3 * later)
+
+
+def product_rate(repeats: int) -> float:
+    """Multiplications with an addition a second, of a product of large matrices."""
+    import jax
+    import jax.numpy as jnp
+
+    size = 2048
+    matrix, times = jnp.ones((size, size)), []
+    product = jax.jit(jnp.matmul)
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(matrix, matrix).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return size**3 / statistics.median(times)
+
+
 def measure(repeats: int) -> dict[str, Any]:
     import jax
     import numpy as np
@@ -82,6 +108,9 @@ def measure(repeats: int) -> dict[str, Any]:
             jax.block_until_ready(score(params, candidates, rates))
             times.append(time.perf_counter() - start)
         figures[f"{name}_candidates_per_second"] = BATCH / statistics.median(times)
+    limit = product_rate(10) / multiply_adds(params.network)
+    figures["graph_network_limit"] = limit
+    figures["graph_network_ratio_to_limit"] = figures["graph_network_candidates_per_second"] / limit
     return figures
 
 

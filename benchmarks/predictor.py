@@ -159,7 +159,8 @@ def show(figures: dict[str, Any]) -> None:
         lines.add_row(name, *(f"{x:.1%}" for x in found.values()))
     console.print(lines)
     console.print(
-        f"noise floor {figures['noise_floor']:.1%} over {figures['repeated']} configurations measured again; "
+        f"measuring again differs by {figures['noise_floor']:.1%} ({figures['repeated']} configurations), so that a perfect "
+        f"prediction of means of two is off by {figures['noise_floor_of_means']:.1%}; "
         f"peak memory {figures['memory']['peak_mape']:.1%}, failures: recall {figures['memory']['failure_recall']:.2f}, "
         f"precision {figures['memory']['failure_precision']:.2f}"
     )
@@ -172,7 +173,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", help="learners whose name has it")
     args = parser.parse_args()
     use_device(args.device)
-    from predictor.metrics import noise_floor
+    from predictor.metrics import floor_of_means, noise_floor
 
     data = load(args.data)
     try:
@@ -185,6 +186,7 @@ def main() -> None:
         "splits": args.splits,
         "repeated": len(data.repeated),
         "noise_floor": noise_floor(data.repeated),
+        "noise_floor_of_means": floor_of_means(data.repeated),
         "in_distribution": found,
         "transfer": transfer(data, args.splits),
         "memory": memory(data, args.splits),

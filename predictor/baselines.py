@@ -7,6 +7,7 @@ logarithms. To add one, add a row to ``BASELINES``.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,8 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from predictor import model, pretrain
 from predictor.analytic import Rates, stack, stack_rates, stages
 from predictor.coefficients import fit_coefficients
+from predictor.fit import train_network
+from predictor.graph import make_graph
+from predictor.model import Network
 from predictor.overlap import bound_weights, total
 from predictor.schema import Measurement, Workload
 
@@ -207,6 +212,50 @@ def base_mlp(train: Table, test: Table) -> np.ndarray:
     return predicted + np.clip(np.mean(found, axis=0), left.min(), left.max())  # of few rows it goes anywhere
 
 
+@functools.cache
+def from_scratch() -> Network:
+    """The graph network as it is before it is taught anything; it knows how quantities of pipelines are spread."""
+    return pretrain.pretrain(jax.random.key(0), pretrain.make_task(0, 2048), steps=0)
+
+
+def without_attention(network: Network) -> Network:
+    """Every neighbour counts the same: without queries and keys scores are 0, and so are all gradients of queries and keys."""
+    width = len(network["node_out"])
+
+    def blank(matrix: np.ndarray, *parts: int) -> np.ndarray:
+        matrix = np.array(matrix)
+        for part in parts:
+            matrix[:, part * width : (part + 1) * width] = 0.0
+        return matrix
+
+    layers = [layer | {"node": blank(layer["node"], 0, 2), "edge": blank(layer["edge"], 0)} for layer in network["layers"]]
+    return network | {"layers": layers}
+
+
+def base_graph(make_network: Callable[[], Network], *, edges: bool = True) -> Baseline:
+    """The graph network on what the base leaves, always heard; without ``edges`` it sees which nodes interact, not how much."""
+
+    def graph_of(table: Table, count: int) -> Any:
+        """Graphs of the table, its last row repeated up to ``count``: few shapes, so that few programs are compiled."""
+        rows = table.rows(np.minimum(np.arange(count), len(table.log_seconds) - 1))
+        graph = _make_graph(rows.workload, rows.hardware, rows.stage_seconds)
+        return graph if edges else graph._replace(edges=graph.edges._replace(features=np.zeros_like(graph.edges.features)))
+
+    def predict(train: Table, test: Table) -> np.ndarray:
+        fitted, predicted = _base(train, test)
+        left = train.log_seconds - fitted
+        shapes = [max(64, 1 << (len(table.log_seconds) - 1).bit_length()) for table in (train, test)]
+        target = np.pad(left, (0, shapes[0] - len(left))).astype(np.float32)
+        weights = (np.arange(shapes[0]) < len(left)).astype(np.float32)
+        networks, _ = train_network(make_network(), graph_of(train, shapes[0]), target, weights[None])
+        said = _apply(jax.tree.map(lambda x: x[0], networks), graph_of(test, shapes[1]))
+        return predicted + np.clip(np.asarray(said)[: len(predicted)], left.min(), left.max())
+
+    return predict
+
+
+_make_graph, _apply = jax.jit(make_graph), jax.jit(model.apply)
+
 BASELINES: dict[str, Baseline] = {
     "mean": mean,
     "ridge on logs": ridge,
@@ -219,4 +268,8 @@ BASELINES: dict[str, Baseline] = {
     "base, XGBoost": base_xgboost,
     "base, Gaussian process": base_process,
     "base, MLP": base_mlp,
+    "base, graph network": base_graph(pretrain.load),
+    "base, graph network from scratch": base_graph(from_scratch),
+    "base, graph network from scratch, no edge features": base_graph(from_scratch, edges=False),
+    "base, graph network from scratch, no attention": base_graph(lambda: without_attention(from_scratch())),
 }

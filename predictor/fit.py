@@ -194,15 +194,15 @@ def _train_in_folds(
     shuffled = np.asarray(jax.random.permutation(key, len(numbers)))
     fold = np.array([shuffled[numbers[group]] % _FOLDS for group in groups])
     included = np.stack([*(fold != k for k in range(_FOLDS)), np.full(len(wanted), True)])
-    padding = len(graph.n_node) - len(wanted)
+    padding = graph.nodes.features.shape[-1] - len(wanted)
     targets, weights = np.pad(wanted, (0, padding)), np.pad(included, ((0, 0), (0, padding)))
-    networks, outputs = _train(network, graph, targets.astype(np.float32), weights.astype(np.float32))
+    networks, outputs = train_network(network, graph, targets.astype(np.float32), weights.astype(np.float32))
     return jax.tree.map(lambda x: np.asarray(x)[-1], networks), np.asarray(outputs, np.float64)[fold, np.arange(len(wanted))]
 
 
 @jax.jit
-def _train(network: Network, graph: jraph.GraphsTuple, target: jax.Array, weights: jax.Array) -> tuple[Network, jax.Array]:
-    """Trains on ``target`` [P], from the same network, once a row of ``weights`` [F, P].
+def train_network(network: Network, graph: jraph.GraphsTuple, target: jax.Array, weights: jax.Array) -> tuple[Network, jax.Array]:
+    """Trains the same network on ``target`` [P] by full-batch AdamW, once a row of ``weights`` [F, P].
 
     Returns networks with leaves [F, ...] and their outputs [F, P].
     """

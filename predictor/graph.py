@@ -1,13 +1,14 @@
 """The training program as a typed graph: components are nodes, what passes between them is edges.
 
 Every candidate has the same topology, whatever its runtime: where one program does everything nothing passes over the queues
-between threads, and where threads do nothing is sampled past them. So thousands of graphs are built by arithmetic on arrays
-inside ``jax.jit``. Each type's features have columns of their own, with a 1 beside them for its bias, and zeros everywhere
-else: one product with one matrix is then a projection of its own for every type. Graphs are jraph's (Godwin et al.,
-github.com/google-deepmind/jraph).
+between threads, and where threads do nothing is sampled past them. So thousands of candidates are one graph, of which every
+feature has a value for each of them, built by arithmetic on arrays inside ``jax.jit``. Candidates come last in memory: all that a
+network does to a feature is done to them side by side. Graphs are jraph's (Godwin et al., github.com/google-deepmind/jraph).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,54 +87,50 @@ NODE_WIDTH, EDGE_WIDTH = 12, 5  # features of a type, padded with zeros
 _NAMES = [name for name, _ in NODES]
 _SENDERS = np.array([_NAMES.index(sender) for sender, _, _ in EDGES], np.int32)
 _RECEIVERS = np.array([_NAMES.index(receiver) for _, receiver, _ in EDGES], np.int32)
-_NODE_TYPE = np.array([NODE_TYPES.index(kind) for _, kind in NODES])
-_EDGE_TYPE = np.array([list(EDGE_TYPES).index(kind) for _, _, kind in EDGES])
+_NODE_TYPE = np.array([NODE_TYPES.index(kind) for _, kind in NODES], np.int32)
+_EDGE_TYPE = np.array([list(EDGE_TYPES).index(kind) for _, _, kind in EDGES], np.int32)
+
+
+class Rows(NamedTuple):
+    """Nodes, or edges, of a graph; n of them, with C values a feature."""
+
+    features: jax.Array  # float32 [n, F, C]; what each of F is depends on the type
+    kind: jax.Array | np.ndarray  # int32 [n], number of the type
 
 
 def make_graph(workload: Workload, hardware: Rates, stage_seconds: jax.Array) -> jraph.GraphsTuple:
-    """One graph a candidate, batched as jraph batches: the nodes of the first, then of the second.
+    """The graph of C candidates.
 
     Args:
-      workload: fields [] (one graph) or [C].
+      workload: fields [] (C is 1) or [C].
       hardware: fields [] or [C].
       stage_seconds: [..., S] of :func:`predictor.analytic.stages`.
 
     Returns:
-      ``nodes`` float32 [10 C, 8 * (NODE_WIDTH + 1)] and ``edges`` [38 C, 15 * (EDGE_WIDTH + 1)], both raw: logarithms of
-      quantities, not standardised. No globals.
+      One graph, its nodes :class:`Rows` of float32 [10, NODE_WIDTH, C] and its edges of [38, EDGE_WIDTH, C], both raw:
+      logarithms of quantities, not standardised. No globals.
     """
     shape = stage_seconds.shape[:-1]
-    count = shape[0] if shape else 1
-    nodes = _rows(_node_quantities(workload, hardware, stage_seconds), NODE_WIDTH, shape)
-    edges = _rows(_edge_quantities(workload), EDGE_WIDTH, shape)
-    first = np.arange(count, dtype=np.int32) * len(NODES)
     return jraph.GraphsTuple(
-        nodes=_own_columns(nodes, _NODE_TYPE, len(NODE_TYPES)),
-        edges=_own_columns(edges, _EDGE_TYPE, len(EDGE_TYPES)),
-        senders=(_SENDERS + first[:, None]).reshape(-1),
-        receivers=(_RECEIVERS + first[:, None]).reshape(-1),
-        n_node=np.full(count, len(NODES), np.int32),
-        n_edge=np.full(count, len(EDGES), np.int32),
+        nodes=Rows(_features(_node_quantities(workload, hardware, stage_seconds), NODE_WIDTH, shape), _NODE_TYPE),
+        edges=Rows(_features(_edge_quantities(workload), EDGE_WIDTH, shape), _EDGE_TYPE),
+        senders=_SENDERS,
+        receivers=_RECEIVERS,
+        n_node=np.full(1, len(NODES), np.int32),
+        n_edge=np.full(1, len(EDGES), np.int32),
         globals=None,
     )
 
 
-def _rows(quantities: list[list[Value]], width: int, shape: tuple[int, ...]) -> jax.Array:
-    """[C, n, width] float32: logarithms of a list of quantities a row, none negative; rows are padded with zeros.
+def _features(quantities: list[list[Value]], width: int, shape: tuple[int, ...]) -> jax.Array:
+    """[n, width, C] float32: logarithms of a list of quantities a row, none negative; rows are padded with zeros.
 
     Less than 1e-6 is taken for that: quantities can be 0. A flag, once standardised, is a flag on any scale.
     """
     padded = [row + [1.0] * (width - len(row)) for row in quantities]
-    flat = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for row in padded for x in row]
+    flat = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape).reshape(-1) for row in padded for x in row]
     # One logarithm of everything: a hundred small ones take seconds to compile.
-    return jnp.log(jnp.maximum(jnp.stack(flat, axis=-1), 1e-6)).reshape(-1, len(quantities), width)
-
-
-def _own_columns(features: jax.Array, kinds: np.ndarray, num_types: int) -> jax.Array:
-    """[C, n, F] and the type of each of n -> [C n, num_types (F + 1)]."""
-    biased = jnp.concatenate([features, jnp.ones((*features.shape[:2], 1), jnp.float32)], axis=-1)
-    own = np.eye(num_types, dtype=np.float32)[kinds]  # [n, types]
-    return (own[None, :, :, None] * biased[:, :, None, :]).reshape(features.shape[0] * features.shape[1], -1)
+    return jnp.log(jnp.maximum(jnp.stack(flat), 1e-6)).reshape(len(quantities), width, -1)
 
 
 def _node_quantities(w: Workload, hardware: Rates, stage_seconds: jax.Array) -> list[list[Value]]:

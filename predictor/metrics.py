@@ -74,6 +74,16 @@ def noise_floor(repeated: Sequence[Sequence[float]]) -> float:
     return float(np.mean(errors)) if errors else float("nan")
 
 
+def floor_of_means(repeated: Sequence[Sequence[float]]) -> float:
+    """Mean relative error that is left to a perfect prediction when what it is held against is the mean of two measurements.
+
+    The mean of two is off by half their sum of errors, which is distributed as half their difference; logarithms. ``repeated`` as
+    for :func:`noise_floor`, of each the first two.
+    """
+    errors = [abs(np.expm1((np.log(values[0]) - np.log(values[1])) / 2.0)) for values in repeated if len(values) > 1]
+    return float(np.mean(errors)) if errors else float("nan")
+
+
 Metric = Callable[[np.ndarray, np.ndarray, Sequence[Hashable]], float]
 METRICS: dict[str, Metric] = {
     "mape": lambda predicted, measured, _: float(np.mean(relative_errors(predicted, measured))),

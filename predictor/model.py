@@ -9,6 +9,7 @@ Parameters are a plain dictionary.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 
-from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH
+from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, Rows
 
 Network = dict[str, Any]
 
 NUM_HEADS = 4
+_LARGEST_SCORE = 30.0  # of attention, either way: its exponentials stay in range
 
 
 def init(key: jax.Array, *, width: int = 32, num_layers: int = 2) -> Network:
@@ -31,11 +33,9 @@ def init(key: jax.Array, *, width: int = 32, num_layers: int = 2) -> Network:
     if width % NUM_HEADS:
         raise ValueError(f"width = {width}: must be a multiple of {NUM_HEADS}")
 
-    def matrix(index: int, inputs: int, outputs: int) -> jax.Array:
-        return jax.random.normal(jax.random.fold_in(key, index), (inputs, outputs)) / np.sqrt(inputs)
+    def matrix(index: int, *shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(key, index), shape) / np.sqrt(shape[-2])
 
-    # A type has WIDTH features and a bias of its own; the columns of the other types are zeros and do not count.
-    node_scale, edge_scale = np.sqrt(len(NODE_TYPES)), np.sqrt(len(EDGE_TYPES))
     layers = [
         {
             "node": matrix(3 * i + 2, width, 5 * width),  # query, bias of edges received; key, value, bias of edges sent
@@ -45,8 +45,8 @@ def init(key: jax.Array, *, width: int = 32, num_layers: int = 2) -> Network:
         for i in range(num_layers)
     ]
     return {
-        "node_in": matrix(0, len(NODE_TYPES) * (NODE_WIDTH + 1), width) * node_scale,
-        "edge_in": matrix(1, len(EDGE_TYPES) * (EDGE_WIDTH + 1), width) * edge_scale,
+        "node_in": matrix(0, len(NODE_TYPES), NODE_WIDTH + 1, width),  # the last row of each is a bias
+        "edge_in": matrix(1, len(EDGE_TYPES), EDGE_WIDTH + 1, width),
         "layers": layers,
         "node_out": jnp.zeros(width),
         "edge_out": jnp.zeros(width),
@@ -55,56 +55,99 @@ def init(key: jax.Array, *, width: int = 32, num_layers: int = 2) -> Network:
 
 
 def pool(network: Network, graph: jraph.GraphsTuple) -> jax.Array:
-    """Global node features and global edge features of each of C graphs, side by side: float32 [C, 2 D]."""
-    nodes, edges = graph.nodes @ network["node_in"], graph.edges @ network["edge_in"]
-    for layer in network["layers"]:
-        nodes, edges = _attend(layer, nodes, edges, graph.senders, graph.receivers)
-    return jnp.concatenate([_mean(nodes, graph.n_node), _mean(edges, graph.n_edge)], axis=1)
+    """Global node features and global edge features of C candidates, one above the other: float32 [2 D, C]."""
+    nodes, edges = _project_by_type(graph.nodes, network["node_in"]), _project_by_type(graph.edges, network["edge_in"])
+    for number, layer in enumerate(network["layers"]):
+        if number == 0:  # still linear in the features, of which there are fewer
+            given = _project_by_type(graph.edges, network["edge_in"] @ layer["edge"])
+        else:
+            given = _project(edges, layer["edge"][None])
+        nodes, edges = _attend(layer, nodes, edges, given, graph.senders, graph.receivers)
+    return jnp.concatenate([_sum(nodes, 0) / nodes.shape[0], _sum(edges, 0) / edges.shape[0]])
 
 
 def apply(network: Network, graph: jraph.GraphsTuple) -> jax.Array:
-    """The linear function of the global features of each of C graphs: float32 [C]."""
-    return pool(network, graph) @ jnp.concatenate([network["node_out"], network["edge_out"]]) + network["bias"]
+    """The linear function of the global features of C candidates: float32 [C]."""
+    return jnp.concatenate([network["node_out"], network["edge_out"]]) @ pool(network, graph) + network["bias"]
 
 
 def _attend(
-    layer: Network, nodes: jax.Array, edges: jax.Array, senders: jax.Array, receivers: jax.Array
+    layer: Network, nodes: jax.Array, edges: jax.Array, given: jax.Array, senders: jax.Array, receivers: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer: nodes [N, D] attend to the nodes that send to them, edges [E, D] are updated from both ends."""
-    width = nodes.shape[1]
-    # One product for all that nodes give, and one gather at each end: both are bound by memory, not arithmetic.
-    projected = nodes @ layer["node"]
-    query, received = _split(projected[:, : 2 * width][receivers], 2)
-    key, value, sent = _split(projected[:, 2 * width :][senders], 3)
-    edge_key, edge_value, edge_own = _split(edges @ layer["edge"], 3)
+    """One layer: nodes [N, D, C] attend to the nodes that send to them, edges [E, D, C] are updated from both ends.
 
-    heads = _head_sums(width)
-    scores = ((query * (key + edge_key)) @ heads) / np.sqrt(width // NUM_HEADS)  # [E, H]
-    weights = jraph.segment_softmax(scores, receivers, nodes.shape[0])
-    messages = (value + edge_value) * (weights @ heads.T)
-    attended = jraph.segment_sum(messages, receivers, nodes.shape[0])
+    ``given`` [E, 3 D, C] is what edges add to keys, to values and to themselves.
+    """
+    count, width = nodes.shape[:2]
+    projected = _product(nodes, layer["node"])
+    query, received, key, value, sent = _split(projected, 5)
+    query, received, key, value, sent = query[receivers], received[receivers], key[senders], value[senders], sent[senders]
+    edge_key, edge_value, edge_own = _split(given, 3)
 
-    nodes = _normalise(nodes + jax.nn.relu(attended @ layer["out"]))
+    scores = _sum(_heads(query * (key + edge_key)), 2) / np.sqrt(width // NUM_HEADS)  # [E, H, C]
+    raised = jnp.exp(jnp.clip(scores, -_LARGEST_SCORE, _LARGEST_SCORE))
+    messages = _heads(value + edge_value) * raised[:, :, None]
+    # Softmax: sums of messages over sums of weights. A node that receives nothing attends to nothing.
+    weights = jraph.segment_sum(raised, receivers, count)[:, :, None]
+    attended = jraph.segment_sum(messages, receivers, count) / jnp.maximum(weights, 1e-30)
+
+    nodes = _normalise(nodes + jax.nn.relu(_product(attended.reshape(nodes.shape), layer["out"])))
     edges = _normalise(edges + jax.nn.relu(edge_own + sent + received))
     return nodes, edges
 
 
-def _head_sums(width: int) -> np.ndarray:
-    """[D, H] of ones that sums the features of each head; a product with it is faster than a sum over a short axis."""
-    return np.kron(np.eye(NUM_HEADS, dtype=np.float32), np.ones((width // NUM_HEADS, 1), np.float32))
+# Candidates are side by side in memory, and sums over features are short. Written out term by term, they are compiled into
+# the loops around them and stay in registers; as XLA's sums and products each would be a call, with a result in memory. What
+# XLA derives from terms is slow: gradients are given as sums and products.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum(x: jax.Array, axis: int) -> jax.Array:
+    return functools.reduce(jnp.add, (jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])))
+
+
+_sum.defvjp(
+    lambda x, axis: (_sum(x, axis), x),
+    lambda axis, x, slope: (jnp.broadcast_to(jnp.expand_dims(slope, axis), x.shape),),
+)
+
+
+@jax.custom_vjp
+def _project(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """[n, F, C] by [n, F, D], row by row, or all by [1, F, D]: [n, D, C]."""
+    return functools.reduce(jnp.add, (matrix[:, i, :, None] * x[:, i, None, :] for i in range(x.shape[1])))
+
+
+def _project_gradient(given: tuple[jax.Array, jax.Array], slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, matrix = given
+    own = jnp.broadcast_to(matrix, (x.shape[0], *matrix.shape[1:]))
+    by_row = jnp.einsum("nfc,ndc->nfd", x, slope)
+    return jnp.einsum("nfd,ndc->nfc", own, slope), by_row if len(matrix) == len(x) else jnp.sum(by_row, axis=0, keepdims=True)
+
+
+_project.defvjp(lambda x, matrix: (_project(x, matrix), (x, matrix)), _project_gradient)
+
+
+def _project_by_type(rows: Rows, matrices: jax.Array) -> jax.Array:
+    """[n, F, C] features by the matrix of each row's type, of [types, F + 1, D]: [n, D, C]."""
+    own = matrices[rows.kind]
+    return _project(rows.features, own[:, :-1]) + own[:, -1, :, None]
+
+
+def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """[n, F, C] by [F, D]: [n, D, C]. Of nodes: inside the loop that gathers it, it would be computed anew for every edge."""
+    return jnp.einsum("ndf,nfc->ndc", jnp.broadcast_to(matrix.T, (x.shape[0], *matrix.T.shape)), x)
+
+
+def _heads(x: jax.Array) -> jax.Array:
+    """[n, D, C] -> [n, H, D / H, C]."""
+    return x.reshape(x.shape[0], NUM_HEADS, -1, x.shape[2])
 
 
 def _split(x: jax.Array, parts: int) -> list[jax.Array]:
-    return jnp.split(x, parts, axis=-1)
+    return jnp.split(x, parts, axis=1)
 
 
 def _normalise(x: jax.Array) -> jax.Array:
-    """By the root mean square of each row."""
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-
-def _mean(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """Mean over the rows of each graph: [sum(counts), D] -> [C, D]."""
-    graphs = counts.shape[0]
-    owner = jnp.repeat(jnp.arange(graphs), counts, total_repeat_length=x.shape[0])
-    return jraph.segment_sum(x, owner, graphs) / counts[:, None].astype(x.dtype)
+    """By the root mean square of each row's features."""
+    return x * jax.lax.rsqrt(_sum(jnp.square(x), 1)[:, None] / x.shape[1] + 1e-6)

@@ -19,7 +19,7 @@ import numpy as np
 
 from predictor import artifact, model
 from predictor.analytic import Rates, stages
-from predictor.graph import make_graph
+from predictor.graph import Rows, make_graph
 from predictor.model import Network
 from predictor.overlap import bounds, total
 from predictor.schema import Workload
@@ -88,7 +88,7 @@ def pretrain(key: jax.Array, task: Task, *, steps: int, width: int = WIDTH, laye
     def loss(params: tuple[Network, Any], rows: jax.Array) -> jax.Array:
         network, head = params
         pooled = model.pool(network, make_graph(*jax.tree.map(lambda x: x[rows], inputs)))
-        error = pooled @ head["weights"] + head["bias"][None] - targets[rows]
+        error = pooled.T @ head["weights"] + head["bias"][None] - targets[rows]
         return jnp.mean(jnp.square(error))
 
     @jax.jit
@@ -108,7 +108,7 @@ def pretrain(key: jax.Array, task: Task, *, steps: int, width: int = WIDTH, laye
 
 def features(network: Network, task: Task) -> np.ndarray:
     """Global features [n, 2 D] of the task's pipelines."""
-    parts = [np.asarray(_pool(network, *part)) for part in _parts(task)]
+    parts = [np.asarray(_pool(network, *part)).T for part in _parts(task)]
     return np.concatenate(parts)[: len(task.targets)]
 
 
@@ -125,30 +125,25 @@ def _parts(task: Task, size: int = 512) -> list[tuple[Workload, Rates, np.ndarra
 def _population(task: Task) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Mean and inverse standard deviation of the raw features of nodes and of edges, by type."""
     graph = jax.jit(make_graph)(*_parts(task, 2048)[0])
-    return _statistics(np.asarray(graph.nodes), model.NODE_WIDTH), _statistics(np.asarray(graph.edges), model.EDGE_WIDTH)
+    return _statistics(graph.nodes), _statistics(graph.edges)
 
 
-def _statistics(features: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and inverse standard deviation [types, width] of features [N, types (width + 1)].
+def _statistics(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and inverse standard deviation [types, F] of features.
 
-    Over the rows of a type only, which have a 1 in its last column. A feature that never varied is given an inverse of 0:
-    nothing was learnt about it, so the network must not see it vary later.
+    A feature that never varied is given an inverse of 0: nothing was learnt about it, so the network must not see it vary later.
     """
-    x = features.reshape(features.shape[0], -1, width + 1)
-    present = x[..., -1]  # [N, types]
-    total = np.maximum(present.sum(0), 1e-9)[:, None]
-    mean = np.einsum("nt,ntf->tf", present, x[..., :-1]) / total
-    variance = np.einsum("nt,ntf->tf", present, np.square(x[..., :-1] - mean[None])) / total
-    return mean, np.where(variance > 1e-6, 1.0 / np.sqrt(variance + 1e-12), 0.0)
+    kinds, features = np.asarray(rows.kind), np.asarray(rows.features)
+    by_type = [features[kinds == kind].swapaxes(0, 1).reshape(features.shape[1], -1) for kind in range(kinds.max() + 1)]
+    mean, deviation = (np.stack([statistic(x, axis=1) for x in by_type]) for statistic in (np.mean, np.std))
+    return mean, np.where(deviation > 1e-3, 1.0 / np.maximum(deviation, 1e-3), 0.0)
 
 
-def _absorb(matrix: jax.Array, mean: np.ndarray, inverse: np.ndarray) -> jax.Array:
-    """A projection [types (width + 1), D] of standardised features as one of raw features: scoring pays nothing for it."""
-    types, width = mean.shape
-    own = matrix.reshape(types, width + 1, -1)
-    scaled = own[:, :-1] * inverse[:, :, None]
-    bias = own[:, -1] - jnp.einsum("tf,tfd->td", mean, scaled)
-    return jnp.concatenate([scaled, bias[:, None]], axis=1).reshape(matrix.shape)
+def _absorb(matrices: jax.Array, mean: np.ndarray, inverse: np.ndarray) -> jax.Array:
+    """Projections [types, F + 1, D] of standardised features as such of raw features: scoring pays nothing for it."""
+    scaled = matrices[:, :-1] * inverse[:, :, None]
+    bias = matrices[:, -1] - jnp.einsum("tf,tfd->td", mean, scaled)
+    return jnp.concatenate([scaled, bias[:, None]], axis=1)
 
 
 def blank(width: int = WIDTH, layers: int = LAYERS) -> Network:

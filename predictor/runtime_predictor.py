@@ -30,7 +30,8 @@ from predictor.overlap import batch_staleness, staleness, total
 from predictor.schema import SCHEMA, Hardware, Measurement, Outcome, Prediction, Workload
 
 _COMPILING_BYTES = 3.5e7  # that the compiler holds at its peak, for each second it is expected to take
-_CHUNK = 64  # graphs a network is applied to at once: their activations stay in the caches
+_CHUNK = 256  # candidates a network is applied to at once on a processor: their activations stay in its caches
+_LARGE_CHUNK = 2**15  # on an accelerator: they fit its memory
 
 
 class Params(NamedTuple):
@@ -104,22 +105,29 @@ def _base(params: Params, stage_seconds: jax.Array, workload: Workload, hardware
 
 
 def _residual(network: Network, workload: Workload, hardware: Rates, stage_seconds: jax.Array) -> jax.Array:
-    """Output of the network for C candidates, [C], ``_CHUNK`` of them at a time."""
+    """Output of the network for C candidates, [C], some of them at a time."""
     rows = stage_seconds.reshape(-1, len(STAGES))
     count = rows.shape[0]
-    size = min(count, _CHUNK)
-    chunks = -(-count // size)
-
-    def chunked(x: jax.Array, *rest: int) -> jax.Array:
-        """[C, ...] as [chunks, size, ...], the last candidate repeated at the end."""
-        flat = jnp.broadcast_to(jnp.asarray(x, jnp.float32), (count, *rest))
-        return jnp.pad(flat, ((0, chunks * size - count), *((0, 0) for _ in rest)), mode="edge").reshape(chunks, size, *rest)
 
     def score(chunk: tuple[Workload, Rates, jax.Array]) -> jax.Array:
         return model.apply(network, make_graph(*chunk))
 
-    inputs = (jax.tree.map(chunked, workload), jax.tree.map(chunked, hardware), chunked(rows, len(STAGES)))
-    return jax.lax.map(score, inputs).reshape(-1)[:count]
+    def in_chunks(most: int, workload: Workload, hardware: Rates, rows: jax.Array) -> jax.Array:
+        size = min(count, most)
+        chunks = -(-count // size)
+
+        def chunked(x: jax.Array, *rest: int) -> jax.Array:
+            """[C, ...] as [chunks, size, ...], the last candidate repeated at the end."""
+            flat = jnp.broadcast_to(jnp.asarray(x, jnp.float32), (count, *rest))
+            padding = ((0, chunks * size - count), *((0, 0) for _ in rest))
+            return jnp.pad(flat, padding, mode="edge").reshape(chunks, size, *rest)
+
+        inputs = (jax.tree.map(chunked, workload), jax.tree.map(chunked, hardware), chunked(rows, len(STAGES)))
+        return jax.lax.map(score, inputs).reshape(-1)[:count]
+
+    few, many = functools.partial(in_chunks, _CHUNK), functools.partial(in_chunks, _LARGE_CHUNK)
+    found: jax.Array = jax.lax.platform_dependent(workload, hardware, rows, cpu=few, default=many)
+    return found
 
 
 def _compile_seconds(w: Workload) -> Value:

@@ -102,7 +102,7 @@ def test_more_measurements_do_not_compile_again(fitted: RuntimePredictor, family
     assert fitted.params.shrinkage > 0
     hardware = measure(family(14, 1)[0], 1.0).hardware
     scores(fitted.params, batch, hardware_rates(hardware))
-    programs = fitting.linearise, fitting._train, fitting._stages, scores
+    programs = fitting.linearise, fitting.train_network, fitting._stages, scores
     before = [program._cache_size() for program in programs]
     workloads = family(15, 90)
     refitted = RuntimePredictor().fit(measured(workloads, np.full(90, 1e-4), measure, 2))

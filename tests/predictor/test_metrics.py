@@ -7,7 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from predictor.metrics import METRICS, coverage, detection, groups, kendall_within, noise_floor, relative_errors, slowdown
+from predictor.metrics import (
+    METRICS,
+    coverage,
+    detection,
+    floor_of_means,
+    groups,
+    kendall_within,
+    noise_floor,
+    relative_errors,
+    slowdown,
+)
 
 SECONDS = np.log([1.0, 2.0, 4.0, 8.0, 3.0, 6.0])
 WORKLOAD = ["a", "a", "a", "a", "b", "b"]
@@ -48,6 +58,8 @@ def test_intervals_failures_and_noise() -> None:
     assert math.isnan(detection(np.zeros(4, bool), failed).precision)
     assert noise_floor([[1.0, 1.25], [2.0, 1.0], [3.0]]) == pytest.approx((0.2 + 1.0) / 2)
     assert math.isnan(noise_floor([[1.0]]))
+    assert floor_of_means([[1.0, 4.0], [9.0, 9.0, 1.0], [3.0]]) == pytest.approx((0.5 + 0.0) / 2)
+    assert math.isnan(floor_of_means([[1.0]]))
 
 
 def test_groups_keep_their_order() -> None:

@@ -69,7 +69,7 @@ def test_training_teaches_features_what_is_asked(task: Task) -> None:
 
 def test_what_ships_loads_and_is_small() -> None:
     network = load()
-    assert network["node_in"].shape[1] == WIDTH
+    assert network["node_in"].shape[2] == WIDTH
     assert len(network["layers"]) == LAYERS
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(network))
     assert not np.any(network["node_out"])  # nothing measured is in it
