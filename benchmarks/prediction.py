@@ -116,7 +116,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=400)
     args = parser.parse_args()
     use_device(args.device)
     figures = measure(args.repeats)

@@ -11,6 +11,10 @@ from typing import Any
 
 import jax
 
+# Of what the compiler took when it made what the cache holds; and what it, or reading the cache, takes now.
+_SAVED, _COMPILED = "/jax/compilation_cache/compile_time_saved_sec", "/jax/core/compile/backend_compile_duration"
+_SPARED = 0.25
+
 
 def home() -> Path:
     """Where muzerox keeps what outlives a run: ``MUZEROX_HOME``, or ``~/.cache/muzerox``."""
@@ -26,19 +30,22 @@ def enable_cache() -> None:
 
 @contextlib.contextmanager
 def cache_use() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether all large programs since then came from the cache: compiling takes memory and time."""
-    seen = {"cache_hits": 0, "cache_misses": 0}  # a miss is counted where a program takes long enough to be kept
+    """Yields a function that says whether much of what was compiled since then came from the cache.
 
-    def count(event: str, **_: Any) -> None:
-        name = event.rpartition("/")[2]
-        if name in seen:
-            seen[name] += 1
+    Compiling takes time and memory: who was spared a quarter of it cannot tell how much. By seconds, not by programs: on a busy
+    machine small ones take long enough to be looked for, and were too fast to be kept.
+    """
+    seconds = {_SAVED: 0.0, _COMPILED: 0.0}
 
-    jax.monitoring.register_event_listener(count)
+    def count(event: str, duration: float, **_: Any) -> None:
+        if event in seconds:
+            seconds[event] += duration
+
+    jax.monitoring.register_event_duration_secs_listener(count)
     try:
-        yield lambda: seen["cache_hits"] > 0 and not seen["cache_misses"]
+        yield lambda: seconds[_SAVED] > _SPARED * (seconds[_SAVED] + seconds[_COMPILED])
     finally:
-        jax.monitoring.unregister_event_listener(count)
+        jax.monitoring.unregister_event_duration_listener(count)
 
 
 def compile_beside(function: Any, *args: Any) -> Callable[[], Any]:

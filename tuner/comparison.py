@@ -28,16 +28,11 @@ class Comparison(NamedTuple):
     ours: Measurement  # the start's where none was
 
 
-def cost(trial: Trial, price: Price) -> float:
-    """What a tuning minimises, of a trial that was measured; infinite where it failed."""
-    return math.log(trial.seconds) + price(trial.measurement) if trial.seconds else math.inf
-
-
-def finalists(trials: Sequence[Trial], program: Callable[[Trial], Hashable], price: Price) -> list[Trial]:
+def finalists(trials: Sequence[Trial], program: Callable[[Trial], Hashable], cost: Callable[[Measurement], float]) -> list[Trial]:
     """The best trials after the first, one of each ``program``: the others that a process timed differ from it by little."""
-    ranked = sorted((t for t in trials if t.seconds is not None and t.number != 0), key=lambda t: cost(t, price))
+    ranked = sorted((t for t in trials if t.seconds is not None and t.number != 0), key=lambda t: cost(t.measurement))
     by_program = {program(trial): trial for trial in reversed(ranked)}
-    return sorted(by_program.values(), key=lambda t: cost(t, price))[:FINALISTS]
+    return sorted(by_program.values(), key=lambda t: cost(t.measurement))[:FINALISTS]
 
 
 def seconds_needed(trials: Sequence[Trial], burst: float, rounds: int) -> tuple[float, float]:

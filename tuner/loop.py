@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from predictor import Hardware, Measurement, Outcome, RuntimePredictor, hardware_rates, stack
-from tuner import anneal, balance, comparison, resources
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor
+from tuner import balance, comparison, resources
 from tuner.bridge import (
     Config,
     UserError,
@@ -36,7 +35,8 @@ from tuner.comparison import MAX_ROUNDS, MIN_GAIN, MIN_ROUNDS
 from tuner.fingerprint import fingerprint
 from tuner.history import Trial, TuneDir, shared_measurements, shared_store
 from tuner.measure import BURST_SECONDS, measure_config, paired_ratio
-from tuner.objective import STALENESS_PRICE, Limits, energy, excluded, price
+from tuner.objective import STALENESS_PRICE
+from tuner.proposer import Proposer, role_of
 from tuner.report import Progress, draw_history
 from tuner.result import TuneResult, parse_budget
 from tuner.space import Space, knobs_up_to, make_space
@@ -44,9 +44,7 @@ from tuner.workload import describe
 
 COOLING = 0.8  # of the outer temperature, a round
 FINAL_TEMPERATURE = 0.05  # relative to the first: rounds end here if the budget lasts
-RANDOM_EVERY = 5  # one trial in so many is drawn at random: the predictor would never see what it thinks is bad
 HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
-_NOTHING = 0.01  # a difference of this share is not worth measuring
 
 
 def tune(
@@ -90,9 +88,10 @@ def tune(
         start = concrete(config, hardware.platform)
         folder.create(start)
         progress.enter(folder.lock())
-        tuning = _Tuning(start, space_around(start, effect, hardware.platform), hardware, folder, seconds, seed, progress)
+        space = space_around(start, effect, hardware.platform)
+        an_update = staleness_price / start.train.target_period
+        tuning = _Tuning(start, space, hardware, folder, seconds, seed, progress, an_update)
         tuning.began, tuning.max_trials, tuning.burst = began, max_trials or tuning.max_trials, burst
-        tuning.staleness_price = staleness_price / start.train.target_period
         return tuning.run()
 
 
@@ -119,21 +118,33 @@ class _Tuning:
     """One process's share of a tuning."""
 
     def __init__(
-        self, start: Config, space: Space, hardware: Hardware, folder: TuneDir, budget: float, seed: int, progress: Progress
+        self,
+        start: Config,
+        space: Space,
+        hardware: Hardware,
+        folder: TuneDir,
+        budget: float,
+        seed: int,
+        progress: Progress,
+        staleness_price: float,
     ):
         self.start, self.space, self.hardware, self.folder, self.progress = start, space, hardware, folder, progress
-        self.budget, self.key = budget, jax.random.key(seed)
+        self.budget = budget
         self.trials = folder.trials()
         self.spent_before = self.trials[-1].elapsed if self.trials else 0.0
         self.began, self.max_trials, self.burst = time.monotonic(), sys.maxsize, BURST_SECONDS
-        self.staleness_price = STALENESS_PRICE / start.train.target_period
         self.store = shared_store(hardware.id)
         seen = [trial.measurement for trial in self.trials]
-        self.elsewhere = [m for m in shared_measurements(hardware.id, progress.say)[-HISTORY:] if m not in seen]
+        elsewhere = [m for m in shared_measurements(hardware.id, progress.say)[-HISTORY:] if m not in seen]
         self.allocated = np.asarray(resources.limits(hardware).maximum)
-        self.covered: list[tuple[int, ...]] = []  # points that would be measured as others were
         # By other machines, then by other work on this one; a tuning's own runs are what is learnt again and again.
-        self.taught = self.predictor = RuntimePredictor.pretrained().fit(self.elsewhere)
+        taught = RuntimePredictor.pretrained().fit(elsewhere)
+        self.proposer = Proposer(space, hardware, taught, jax.random.key(seed), staleness_price)
+
+    @property
+    def predictor(self) -> RuntimePredictor:
+        """What is known of costs so far."""
+        return self.proposer.predictor
 
     # Time ------------------------------------------------------------------------------------------------------------
 
@@ -190,48 +201,25 @@ class _Tuning:
 
     def _learn(self) -> None:
         """The predictor, by this tuning's own runs beside what it knew."""
-        own = [trial.measurement for trial in self.trials]
-        self.predictor = self.taught.fit(own, key=jax.random.fold_in(self.key, 0))
+        self.proposer.learn([(self.space.encode(trial.changes), trial.measurement) for trial in self.trials])
 
     def _round(self, number: int) -> bool:
         """Proposes, allocates, measures, balances, learns. False when every feasible point was measured."""
         temperature = COOLING ** (number - 1)
-        role = "random" if number % RANDOM_EVERY == 0 else "annealed"
-        while (point := self._propose(number, role)) is not None:
+        while (point := self.proposer.propose(number)) is not None:
             config, use = self._allocate(self.start.replace(self.space.decode(point)), temperature)
             changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
             fresh = self._program(changes) not in map(self._program, (trial.changes for trial in self.trials))
             if fresh:
-                self._measure(config, use, role, temperature=temperature)
+                self._measure(config, use, role_of(number), temperature=temperature)
                 self._learn()
                 return True
-            self.covered.append(point)  # with the cores it would be given, it is a point that was measured
+            self.proposer.cover(point)  # with the cores it would be given, it is a point that was measured
         return False
 
     def _program(self, changes: dict[str, Any]) -> tuple[Any, ...]:
         """What of a point needs a process of its own: all but the knobs that are arguments of the compiled program."""
         return tuple(changes[knob.path] for knob in self.space.knobs if knob.cost != "live")
-
-    def _propose(self, number: int, role: str) -> tuple[int, ...] | None:
-        """A point that was not measured: of least energy among the chains' best, or drawn at random."""
-        key = jax.random.fold_in(jax.random.fold_in(self.key, 1), number)
-        arguments = (
-            self.predictor.params,
-            hardware_rates(self.hardware),
-            self.space.base,
-            self.space.tables(),
-            Limits(*map(jnp.float32, (self.space.max_num_envs, self.space.max_staleness, self.staleness_price))),
-            excluded(self.space, [*(self.space.encode(trial.changes) for trial in self.trials), *self.covered]),
-        )
-        best = min(self.trials, key=lambda trial: comparison.cost(trial, self._price))
-        found = anneal.run(key, energy, self.space.sizes, initial=self.space.encode(best.changes), args=arguments)
-        points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
-        if role == "random":
-            drawn = jax.random.uniform(key, (1024, len(self.space.sizes)))
-            points = np.asarray(drawn * self.space.sizes[None, :], np.int32)
-            energies = np.where(np.isfinite(energy(jnp.asarray(points), *arguments)), np.arange(1024.0), np.inf)
-        index = int(np.argmin(energies))
-        return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
 
     def _measure(self, config: Config, use: np.ndarray, role: str, *, temperature: float) -> None:
         """Measures a configuration under its allocation, and keeps it, together with what shares its compiled program."""
@@ -247,7 +235,7 @@ class _Tuning:
             seconds=self.burst,
             # The first may have found its programs in the cache, and a core may be all that another compiles with.
             timeout=max(30.0, 3.0 * first, 5.0 * expected.compile_seconds),
-            loop_counts=self._shared_settings(config),
+            loop_counts=self.proposer.further_loop_counts(describe(config)),
         )
         share = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):
@@ -272,23 +260,6 @@ class _Tuning:
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
 
-    def _shared_settings(self, config: Config) -> list[int]:
-        """Other loop_counts to be timed in the same process: the one expected to be best, and the farthest off.
-
-        None where each is a program of its own, or dispatching is expected to cost next to nothing: slow bursts are dear.
-        """
-        if config.runtime.kind == "sebulba":
-            return []
-        own, workload = config.runtime.loop_count, describe(config)
-        options = list(dict.fromkeys([own, *self.space.options("runtime.loop_count")]))
-        workloads = [dataclasses.replace(workload, loop_count=float(n)) for n in options]
-        seconds = np.exp(np.asarray(self.predictor.log_seconds(stack(workloads), self.hardware)))
-        if np.max(seconds) < (1.0 + _NOTHING) * np.min(seconds):
-            return []
-        best = options[int(np.argmin(seconds))]
-        farthest = max(options, key=lambda n: abs(math.log(n / own)))
-        return [n for n in dict.fromkeys([best, farthest]) if n != own]
-
     def _predictions(self, config: Config) -> tuple[float, float, float]:
         """Seconds an environment step: uncalibrated base, calibrated base, base and residual."""
         workload = describe(config)
@@ -309,19 +280,15 @@ class _Tuning:
 
     # The end ---------------------------------------------------------------------------------------------------------
 
-    def _price(self, measurement: Measurement) -> float:
-        """What a measured configuration pays for cores, memory and staleness, as a share of its time."""
-        return float(price(measurement.workload, hardware_rates(self.hardware), self.staleness_price))
-
     def _best(self) -> Trial:
-        best, first = min(self.trials, key=lambda trial: comparison.cost(trial, self._price)), self.trials[0]
+        best, first = min(self.trials, key=lambda trial: self.proposer.cost(trial.measurement)), self.trials[0]
         return best if (first.seconds or math.inf) / (best.seconds or math.inf) >= MIN_GAIN else first
 
     def _finalists(self) -> list[Trial]:
         def program(trial: Trial) -> Hashable:
             return self._program(trial.changes)
 
-        return comparison.finalists(self.trials, program, self._price)
+        return comparison.finalists(self.trials, program, self.proposer.cost)
 
     def _compare(self) -> TuneResult:
         """The best trials against the start, which wins unless it is clearly beaten."""
@@ -331,7 +298,8 @@ class _Tuning:
         ready, a_round = self._comparing_seconds(1)
         rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, (self.budget - self.elapsed - ready) / a_round)))
         self.progress.say(f"comparing the best {len(finalists)} with the start, {rounds} rounds in alternation")
-        found = comparison.compare(start, rivals, hardware=self.hardware, rounds=rounds, seconds=self.burst, price=self._price)
+        price = self.proposer.price
+        found = comparison.compare(start, rivals, hardware=self.hardware, rounds=rounds, seconds=self.burst, price=price)
         if found is None:
             return self._result(self._best(), None, None, finished=False)
         best = self.trials[0] if found.chosen is None else finalists[found.chosen]

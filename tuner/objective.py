@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from predictor import Params, Rates, Workload, log_seconds, resident_bytes, staleness
+from predictor import Hardware, Measurement, Params, Rates, Workload, hardware_rates, log_seconds, resident_bytes, staleness
 from predictor.analytic import Value
 from tuner.space import Space, Tables, feasible, workloads
 
@@ -36,6 +36,14 @@ def price(workload: Workload, hardware: Rates, staleness_price: Value) -> Value:
     memory = resident_bytes(workload) / hardware.memory_bytes
     taken = RESOURCE_PRICE * 0.5 * (workload.cores / hardware.cores + memory)
     return taken + staleness_price * staleness(workload)
+
+
+def cost(measurement: Measurement, hardware: Hardware, staleness_price: float) -> float:
+    """What is minimised, of a measured configuration: log of its seconds plus the prices; infinite where it failed."""
+    seconds = measurement.seconds_per_env_step
+    if not seconds:
+        return math.inf
+    return math.log(seconds) + float(price(measurement.workload, hardware_rates(hardware), staleness_price))
 
 
 def energy(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from muzerox.compilation import cache_use
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.bridge import Config, concrete
 from tuner.flops import count_cost
@@ -214,3 +215,13 @@ def test_a_measurement_says_whether_its_programs_had_been_compiled(
     first, again = (measure_config(tiny, hardware=machine, repeats=1, seconds=0.05)[0] for _ in range(2))
     assert (first.from_cache, again.from_cache) == (False, True)
     assert again.compile_seconds < first.compile_seconds
+
+
+@pytest.mark.parametrize(
+    ("saved", "compiled", "spared"), [(8.0, 0.9, True), (0.3, 6.0, False), (0.0, 0.0, False), (-0.1, 0.2, False)]
+)
+def test_a_small_program_more_does_not_make_a_compilation_of_a_warm_start(saved: float, compiled: float, spared: bool) -> None:
+    with cache_use() as much:
+        jax.monitoring.record_event_duration_secs("/jax/compilation_cache/compile_time_saved_sec", saved)
+        jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", compiled)
+        assert much() is spared

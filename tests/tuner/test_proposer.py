@@ -1,0 +1,112 @@
+"""What is proposed after what was measured, on a grid whose seconds are known everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
+from tuner.objective import ANY
+from tuner.proposer import RANDOM_EVERY, Point, Proposer, role_of
+from tuner.space import Space, knobs_up_to, make_space, workloads
+
+AXES = {
+    "runtime.num_envs": (8, 32, 128),
+    "runtime.loop_count": (1, 4, 16, 64),
+    "search.engine": ("mctx", "fused"),
+    "replay.placement": ("device", "host"),
+}
+Measure = Callable[[Point], Measurement]
+
+
+@pytest.fixture
+def space(workload: Workload) -> Space:
+    knobs = [knob for knob in knobs_up_to("neutral", "anakin") if knob.path in AXES]
+    knobs = [dataclasses.replace(knob, choices=AXES[knob.path]) for knob in knobs]
+    return make_space(knobs, {knob.path: knob.choices[0] for knob in knobs}, workload, lambda *_: True, 4096, math.inf)
+
+
+@pytest.fixture
+def measured(space: Space, machine: Hardware) -> Measure:
+    """Twice as slow as typical, and twice again with our engine, which no predictor can know before."""
+
+    def measure(point: Point) -> Measurement:
+        fields = workloads(space.base, space.tables(), jnp.array([point]))
+        workload = Workload(**{field.name: float(getattr(fields, field.name)[0]) for field in dataclasses.fields(Workload)})
+        seconds = 2.0 * math.exp(float(RuntimePredictor().log_seconds(workload, machine))) * (1.0 + workload.search_engine)
+        return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, seconds_per_env_step=seconds)
+
+    return measure
+
+
+def make(space: Space, machine: Hardware, seed: int = 0) -> Proposer:
+    return Proposer(space, machine, RuntimePredictor(), jax.random.key(seed), 0.0)
+
+
+def search(proposer: Proposer, start: Point, measured: Measure, count: int) -> list[Point]:
+    known = [(start, measured(start))]
+    while len(known) < count:
+        proposer.learn(known)
+        point = proposer.propose(len(known))
+        if point is None:
+            break
+        known.append((point, measured(point)))
+    return [point for point, _ in known]
+
+
+def test_it_comes_near_the_best_and_asks_nothing_twice(space: Space, machine: Hardware, measured: Measure) -> None:
+    everywhere = [tuple(int(x) for x in point) for point in np.ndindex(*space.sizes)]
+    seconds = {point: measured(point).seconds_per_env_step or math.inf for point in everywhere}
+    slowest = max(everywhere, key=lambda point: seconds[point])
+    found = search(make(space, machine), slowest, measured, 8)
+    assert len(set(found)) == 8
+    assert min(seconds[point] for point in found) <= 1.02 * min(seconds.values())
+    assert found == search(make(space, machine), slowest, measured, 8)  # by the key alone
+    # A process covers all its loop counts.
+    live = [knob.cost == "live" for knob in space.knobs]
+    assert len({tuple(np.where(live, ANY, point)) for point in found}) == 8
+
+
+def test_it_ends_when_every_process_was_measured_or_covered(space: Space, machine: Hardware, measured: Measure) -> None:
+    assert len(search(make(space, machine), space.start, measured, 99)) <= 12  # of 3 x 2 x 2 processes
+    proposer = make(space, machine)
+    proposer.learn([(space.start, measured(space.start))])
+    for point in np.ndindex(*space.sizes):
+        proposer.cover(point)
+    assert proposer.propose(1) is None
+
+
+def test_one_in_so_many_is_drawn_at_random(space: Space, machine: Hardware, measured: Measure) -> None:
+    assert [role_of(number) for number in range(1, 11)].count("random") == 10 // RANDOM_EVERY
+    learnt = []
+    for seed in range(6):
+        learnt.append(make(space, machine, seed))
+        learnt[-1].learn([(space.start, measured(space.start))])
+    drawn, annealed = ({proposer.propose(number) for proposer in learnt} for number in (RANDOM_EVERY, 1))
+    assert len(drawn) > len(annealed)
+
+
+def test_what_failed_is_never_the_best(space: Space, machine: Hardware, measured: Measure) -> None:
+    proposer = make(space, machine)
+    fine = measured(space.start)
+    failed = dataclasses.replace(fine, outcome=Outcome.CRASHED, seconds_per_env_step=None)
+    assert proposer.cost(failed) == math.inf
+    assert proposer.cost(fine) == pytest.approx(math.log(fine.seconds_per_env_step or 0.0) + proposer.price(fine))
+    assert 0.0 < proposer.price(fine) < 0.02
+
+
+def test_a_process_times_the_loop_counts_that_may_matter(space: Space, machine: Hardware, measured: Measure) -> None:
+    proposer = make(space, machine)
+    workload = measured(space.start).workload
+    counts = proposer.further_loop_counts(workload)
+    assert counts[-1] == 64  # the farthest off, and the best as well
+    assert set(counts) <= {4, 16, 64}
+    heavy = dataclasses.replace(workload, batch_size=1e6)  # whose updates take so long that dispatching them is nothing
+    assert proposer.further_loop_counts(heavy) == []
+    assert proposer.further_loop_counts(dataclasses.replace(workload, sebulba=1.0)) == []
