@@ -37,9 +37,9 @@ def cache_use() -> Iterator[Callable[[], bool]]:
     """
     seconds = {_SAVED: 0.0, _COMPILED: 0.0}
 
-    def count(event: str, duration: float, **_: Any) -> None:
+    def count(event: str, duration_secs: float, **_: Any) -> None:
         if event in seconds:
-            seconds[event] += duration
+            seconds[event] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
