@@ -126,8 +126,10 @@ def show(figures: dict[str, Any]) -> None:
     for name, grid in figures["grids"].items():
         size = f"{grid['configurations']} configurations, best/worst {grid['spread']:.1f}"
         title = f"{name}: {size}, {grid['near']:.1%} within {NEAR:.2f}"
-        marks = [f"after {mark}" for mark in MARKS]
-        lines = Lines("searcher", *marks, f"trials to {NEAR:.2f}", "seconds to it", title=title)
+        lines = Lines(title=title)
+        lines.add_column("searcher", no_wrap=True)
+        for header in (*(f"{mark}" for mark in MARKS), f"to {NEAR:.2f}", "seconds"):
+            lines.add_column(header, justify="right", no_wrap=True)
         for searcher, found in grid["searchers"].items():
             cells = [f"{found[f'after_{mark}']:.2f}" if f"after_{mark}" in found else "" for mark in MARKS]
             lines.add_row(searcher, *cells, f"{found['trials_to_near']:.0f}", f"{found['seconds_to_near']:.0f}")
