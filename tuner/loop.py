@@ -44,6 +44,7 @@ from tuner.workload import describe
 
 COOLING = 0.8  # of the outer temperature, a round
 FINAL_TEMPERATURE = 0.05  # relative to the first: rounds end here if the budget lasts
+HOPELESS = 3.0  # times the seconds of the best: a trial that is slower is not timed to the end
 HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
 
 
@@ -236,6 +237,7 @@ class _Tuning:
             # The first may have found its programs in the cache, and a core may be all that another compiles with.
             timeout=max(30.0, 3.0 * first, 5.0 * expected.compile_seconds),
             loop_counts=self.proposer.further_loop_counts(describe(config)),
+            hopeless=HOPELESS * min((trial.seconds for trial in self.trials if trial.seconds), default=math.inf),
         )
         share = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):

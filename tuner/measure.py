@@ -24,6 +24,7 @@ from tuner.workload import describe
 
 BURST_SECONDS = 0.4
 REPEATS = 5
+HOPELESS_BURSTS = 2  # after which what is slower than is worth knowing is given up
 TIMEOUT = 180.0
 
 
@@ -157,6 +158,11 @@ class Timing:
             except WorkerFailed as failure:
                 self._failed(failure)
 
+    def fastest(self, loop_count: int, fewest: int) -> float:
+        """Least seconds an environment step of its bursts so far; 0 of less than ``fewest``."""
+        bursts = self.bursts.get(loop_count, [])
+        return min(burst["seconds_per_env_step"] for burst in bursts) if len(bursts) >= fewest else 0.0
+
     def _failed(self, failure: WorkerFailed) -> None:
         self.failure = failure
         self.worker.stop()  # one that hangs would disturb those that are timed beside it
@@ -215,6 +221,7 @@ def measure_config(
     seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
     loop_counts: Sequence[int] = (),
+    hopeless: float = math.inf,
 ) -> list[Measurement]:
     """Measures a configuration in a subprocess, under its allocation.
 
@@ -223,6 +230,7 @@ def measure_config(
       seconds: wall seconds of a burst, about; a cycle of acting and learning that takes longer is not cut.
       timeout: seconds that compiling, or a burst, may take.
       loop_counts: measured too, in the same process and in alternation: they share the compiled program.
+      hopeless: seconds an environment step; what is slower in ``HOPELESS_BURSTS`` is not timed further.
 
     Returns:
       One Measurement for the configuration, and one for each of ``loop_counts``.
@@ -230,7 +238,8 @@ def measure_config(
     Raises:
       UserError: a configuration that this machine cannot be asked for.
     """
-    (found,) = measure_group([(config, loop_counts)], hardware=hardware, rounds=repeats, seconds=seconds, timeout=timeout)
+    group = [(config, loop_counts)]
+    (found,) = measure_group(group, hardware=hardware, rounds=repeats, seconds=seconds, timeout=timeout, hopeless=hopeless)
     return found
 
 
@@ -257,6 +266,7 @@ def measure_group(
     rounds: int,
     seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
+    hopeless: float = math.inf,
 ) -> list[list[Measurement]]:
     """The same of configurations that are each measured at further loop counts too, in their own processes.
 
@@ -277,7 +287,8 @@ def measure_group(
             for offset in range(len(timings)):
                 turn = (index + offset) % len(timings)
                 for loop_count in wanted[turn]:
-                    timings[turn].burst(seconds, loop_count)
+                    if timings[turn].fastest(loop_count, HOPELESS_BURSTS) <= hopeless:
+                        timings[turn].burst(seconds, loop_count)
         return [[timing.measurement(n) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
     finally:
         for timing in timings:

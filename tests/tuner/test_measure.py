@@ -18,7 +18,16 @@ from muzerox.compilation import cache_use
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.bridge import Config, concrete
 from tuner.flops import count_cost
-from tuner.measure import Timing, Worker, WorkerFailed, clearly_faster, measure_config, measure_in_alternation, paired_ratio
+from tuner.measure import (
+    HOPELESS_BURSTS,
+    Timing,
+    Worker,
+    WorkerFailed,
+    clearly_faster,
+    measure_config,
+    measure_in_alternation,
+    paired_ratio,
+)
 from tuner.workload import describe
 
 CORES = len(os.sched_getaffinity(0))
@@ -215,6 +224,14 @@ def test_a_measurement_says_whether_its_programs_had_been_compiled(
     first, again = (measure_config(tiny, hardware=machine, repeats=1, seconds=0.05)[0] for _ in range(2))
     assert (first.from_cache, again.from_cache) == (False, True)
     assert again.compile_seconds < first.compile_seconds
+
+
+def test_what_is_hopeless_is_not_timed_to_the_end(tiny: Config, machine: Hardware) -> None:
+    slow, *_ = measure_config(tiny, hardware=machine, repeats=4, seconds=0.05, hopeless=1e-9)
+    assert slow.outcome == Outcome.OK
+    assert len(slow.repeats) == HOPELESS_BURSTS
+    fine, *_ = measure_config(tiny, hardware=machine, repeats=4, seconds=0.05, hopeless=1e3)
+    assert len(fine.repeats) == 4
 
 
 WARM = [(8.0, 0.9, True), (0.3, 6.0, False), (0.0, 0.0, False), (-0.1, 0.2, False)]
