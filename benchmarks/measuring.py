@@ -123,12 +123,12 @@ def progress_bar() -> Progress:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How a process is measured."""
-    parser.add_argument("--rounds", type=_at_least_one, default=7, help="timed bursts of each")
+    parser.add_argument("--rounds", type=_count, default=7, help="timed bursts of each")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a burst, about")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that compiling, or a burst, may take")
 
 
-def _at_least_one(text: str) -> int:
+def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}: must be at least 1")

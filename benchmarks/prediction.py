@@ -57,6 +57,7 @@ def multiply_adds(network: Any) -> int:
 
     width, later = network["node_in"].shape[-1], len(network["layers"]) - 1
     features = len(NODES) * NODE_WIDTH + len(EDGES) * EDGE_WIDTH * 4  # the first layer's edges are projected from them, too
+    # Of a node: query, key, value, both ends' part in an edge, and what it attended to. Of an edge: key, value, itself.
     return features * width + width**2 * (len(NODES) * 6 * (later + 1) + len(EDGES) * 3 * later)
 
 

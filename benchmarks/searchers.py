@@ -96,6 +96,8 @@ def ours(problem: Problem, seed: int, *, pretrained: bool = True, network: bool 
     def drawn() -> Point:
         points = {tuple(int(x) for x in rng.integers(problem.sizes)) for _ in range(_DRAWN)}
         fresh = sorted(points - set(known))
+        if not fresh:
+            raise Spent
         expected = proposer.predictor.log_seconds(stack([grid.measurement(p).workload for p in fresh]), grid.hardware)
         return fresh[int(np.argmin(expected))]
 

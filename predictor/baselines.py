@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from predictor import model, pretrain
+from predictor import pretrain
 from predictor.analytic import Rates, stack, stack_rates, stages
 from predictor.coefficients import fit_coefficients
-from predictor.fit import train_network
-from predictor.graph import make_graph
+from predictor.fit import apply_network, build_graph, padded, train_network
 from predictor.model import Network
 from predictor.overlap import bound_weights, total
 from predictor.schema import Measurement, Workload
@@ -238,23 +237,21 @@ def base_graph(make_network: Callable[[], Network], *, edges: bool = True) -> Ba
     def graph_of(table: Table, count: int) -> Any:
         """Graphs of the table, its last row repeated up to ``count``: few shapes, so that few programs are compiled."""
         rows = table.rows(np.minimum(np.arange(count), len(table.log_seconds) - 1))
-        graph = _make_graph(rows.workload, rows.hardware, rows.stage_seconds)
+        graph = build_graph(rows.workload, rows.hardware, rows.stage_seconds)
         return graph if edges else graph._replace(edges=graph.edges._replace(features=np.zeros_like(graph.edges.features)))
 
     def predict(train: Table, test: Table) -> np.ndarray:
         fitted, predicted = _base(train, test)
         left = train.log_seconds - fitted
-        shapes = [max(64, 1 << (len(table.log_seconds) - 1).bit_length()) for table in (train, test)]
+        shapes = [padded(len(table.log_seconds)) for table in (train, test)]
         target = np.pad(left, (0, shapes[0] - len(left))).astype(np.float32)
         weights = (np.arange(shapes[0]) < len(left)).astype(np.float32)
         networks, _ = train_network(make_network(), graph_of(train, shapes[0]), target, weights[None])
-        said = _apply(jax.tree.map(lambda x: x[0], networks), graph_of(test, shapes[1]))
+        said = apply_network(jax.tree.map(lambda x: x[0], networks), graph_of(test, shapes[1]))
         return predicted + np.clip(np.asarray(said)[: len(predicted)], left.min(), left.max())
 
     return predict
 
-
-_make_graph, _apply = jax.jit(make_graph), jax.jit(model.apply)
 
 BASELINES: dict[str, Baseline] = {
     "mean": mean,

@@ -114,8 +114,10 @@ def fit(key: jax.Array, measurements: Sequence[Measurement], before: Fit, known:
     count = len(measured)
     workload, hardware = _table(measured)
     raw = np.asarray(_stages(workload, hardware))
-    graph = _make_graph(workload, hardware, raw)
-    corrected = float(before.shrinkage) * np.clip(np.asarray(_apply(before.network, graph)), -before.limit, before.limit)[:count]
+    graph = build_graph(workload, hardware, raw)
+    corrected = (
+        float(before.shrinkage) * np.clip(np.asarray(apply_network(before.network, graph)), -before.limit, before.limit)[:count]
+    )
     target = np.log([m.seconds_per_env_step or math.nan for m in measured]) - corrected
     groups = [_program(m) for m in measured]
     coefficients, spread, errors, deviations = _fit_base(target, measured, raw, (workload, hardware), before, known, groups)
@@ -248,11 +250,16 @@ def _program(measurement: Measurement) -> Hashable:
     return measurement.hardware.id, dataclasses.replace(measurement.workload, loop_count=1.0)
 
 
+def padded(count: int) -> int:
+    """A power of two of at least 64 and of at least ``count``: arrays of few sizes, so that refits rarely compile."""
+    return max(64, 1 << (count - 1).bit_length())
+
+
 def _table(measurements: Sequence[Measurement]) -> tuple[Workload, Rates]:
-    """Workloads and rates with fields [P], P a power of two of at least 64, padded with the first: refits rarely compile."""
-    size = max(64, 1 << (len(measurements) - 1).bit_length())
+    """Workloads and rates with fields [P], P as :func:`padded` has it, filled up with the first."""
+    size = padded(len(measurements))
     rows = [*measurements, *[measurements[0]] * (size - len(measurements))]
     return stack([m.workload for m in rows]), stack_rates([m.hardware for m in rows])
 
 
-_stages, _make_graph, _apply = jax.jit(stages), jax.jit(make_graph), jax.jit(model.apply)
+_stages, build_graph, apply_network = jax.jit(stages), jax.jit(make_graph), jax.jit(model.apply)

@@ -22,7 +22,6 @@ from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, Rows
 Network = dict[str, Any]
 
 NUM_HEADS = 4
-_LARGEST_SCORE = 30.0  # of attention, either way: its exponentials stay in range
 
 
 def init(key: jax.Array, *, width: int = 32, num_layers: int = 2) -> Network:
@@ -85,7 +84,8 @@ def _attend(
     edge_key, edge_value, edge_own = _split(given, 3)
 
     scores = _sum(_heads(query * (key + edge_key)), 2) / np.sqrt(width // NUM_HEADS)  # [E, H, C]
-    raised = jnp.exp(jnp.clip(scores, -_LARGEST_SCORE, _LARGEST_SCORE))
+    largest = jax.lax.stop_gradient(jraph.segment_max(scores, receivers, count))  # it cancels out
+    raised = jnp.exp(scores - largest[receivers])
     messages = _heads(value + edge_value) * raised[:, :, None]
     # Softmax: sums of messages over sums of weights. A node that receives nothing attends to nothing.
     weights = jraph.segment_sum(raised, receivers, count)[:, :, None]
