@@ -1,9 +1,10 @@
 """Measures every configuration of two grids, so that a search over them can be replayed offline by any method.
 
-A grid is an environment under a runtime; its axes are knobs of the tuner that leave learning as it is, and everything else is as
-the environment's defaults have it. Its processes are measured in an order drawn once, in pairs that alternate burst by burst, so
-that a machine that slows down does not look like a knob; under Anakin a process measures every loop count. What then is within
-1.3 times the best is measured twice more: the optimum of hundreds of noisy figures would be luck.
+A grid is an environment under a runtime; its axes are knobs of the tuner that leave learning as it is. The rest is the
+environment's defaults, with more search and less learning: with the defaults learning takes most of the time, and no
+configuration is even three times as fast as another. Its processes are measured in an order drawn once, in pairs that alternate
+burst by burst, so that a machine that slows down does not look like a knob; under Anakin a process measures every loop count.
+What then is within 1.3 times the best is measured twice more: the optimum of hundreds of noisy figures would be luck.
 
 Rows go to ``grids/<kind of machine>.jsonl`` as they are measured, with ``--record`` to the one under ``data/``. Run it again
 to go on where it was stopped. Nothing that ships was fitted to these rows, or chosen by them.
@@ -30,41 +31,48 @@ GRIDS = (
         "gymnax:Acrobot-v1",
         "anakin",
         {
-            "runtime.num_envs": (8, 32, 128, 512),
+            "runtime.num_envs": (2, 8, 32, 128),
             "search.engine": ("mctx", "fused"),
-            "search.split": (1, 4),
-            "precision.level": ("O0", "O2"),
+            "search.split": (1, 2),
+            "precision.level": ("O0", "O1", "O2"),
             "allocation.cores": (1, 2),
-            "runtime.loop_count": (1, 4, 16, 64),
+            "runtime.loop_count": (1, 8, 64),
         },
+        {"network.width": 256, "search.num_simulations": 50, "train.batch_size": 64, "train.replay_ratio": 1.0},
     ),
     Task(
         "sebulba",
         "gymnasium:Acrobot-v1",
         "sebulba",
         {
-            "runtime.num_envs": (4, 16, 64, 256),
+            "runtime.num_envs": (1, 4, 16, 64),
             "runtime.selfplay_workers": (1, 2, 4),
             "runtime.loop_count": (1, 4, 16),
             "runtime.role_threads": (0, 1),
             "runtime.step_in": ("thread", "process"),
             "search.engine": ("mctx", "fused"),
         },
+        {"search.num_simulations": 32, "train.batch_size": 64, "train.replay_ratio": 1.0},
     ),
 )
 
 
-def points_of(grid: Task, platform: str) -> list[Point]:
-    """The grid's processes, in an order drawn once."""
+def base_of(grid: Task, platform: str) -> Any:
+    """The configuration that a grid's axes change."""
     from tuner.bridge import Config, concrete
 
-    base = Config.preset(grid.env).replace("runtime.kind", grid.kind)
+    return concrete(Config.preset(grid.env).replace({"runtime.kind": grid.kind, **grid.base}), platform)
+
+
+def points_of(grid: Task, platform: str) -> list[Point]:
+    """The grid's processes, in an order drawn once."""
+    base = base_of(grid, platform)
     axes = dict(grid.axes)
     first, *further = axes.pop("runtime.loop_count") if grid.kind == "anakin" else (None,)
     points = []
     for index, values in enumerate(itertools.product(*axes.values())):
         changes = dict(zip(axes, values, strict=True)) | ({} if first is None else {"runtime.loop_count": first})
-        points.append(Point(grid, index, 0, concrete(base.replace(changes), platform), tuple(further)))
+        points.append(Point(grid, index, 0, base.replace(changes), tuple(further)))
     return [points[i] for i in np.random.default_rng(0).permutation(len(points))]
 
 
@@ -117,6 +125,7 @@ def show(rows: Sequence[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_options(parser)
+    parser.add_argument("--only", choices=[grid.name for grid in GRIDS], help="one of the grids")
     parser.add_argument("--out", type=Path, help="folder of the rows (default: grids, here or with --record under data)")
     args = parser.parse_args()
     use_device(args.device)
@@ -132,6 +141,8 @@ def main() -> None:
     try:
         with progress_bar() as progress:
             for grid in GRIDS:
+                if args.only not in (None, grid.name):
+                    continue
                 points = points_of(grid, hardware.platform)
                 measure_all(missing(points, rows), rows, hardware, args, file, progress, f"{grid.name}: pairs")
                 for repeat in range(1, AGAIN + 1):

@@ -25,6 +25,7 @@ class Task:
     env: str
     kind: str
     axes: dict[str, tuple[Any, ...]]  # beside those of its runtime, or instead
+    base: dict[str, Any] = dataclasses.field(default_factory=dict)  # what of the environment's defaults it changes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ The first point is the same for all. To add one, add a row to ``SEARCHERS``. Tho
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
@@ -76,44 +75,58 @@ def random(problem: Problem, seed: int) -> None:
         problem.measure(rng.integers(problem.sizes))
 
 
-def ours(problem: Problem, seed: int, *, pretrained: bool = True, network: bool = True, anneal: bool = True) -> None:
+def ours(
+    problem: Problem,
+    seed: int,
+    *,
+    pretrained: bool = True,
+    network: bool = True,
+    anneal: bool = True,
+    curiosity: float | None = None,
+) -> None:
     """The tuner's proposals; processes that time several loop counts count each of them.
 
-    Without ``anneal`` the best by the predictor of a few points drawn at random is measured.
+    Without ``anneal`` the best by the same energy of a few points drawn at random is measured.
     """
     import jax
 
-    from predictor import RuntimePredictor, stack
+    from predictor import RuntimePredictor
     from tuner.objective import STALENESS_PRICE
-    from tuner.proposer import Proposer
+    from tuner.proposer import CURIOSITY, Proposer
+
+    class Deaf(RuntimePredictor):
+        """Whose network is never heard."""
+
+        def fit(self, *args: Any, **options: Any) -> RuntimePredictor:
+            found = super().fit(*args, **options)
+            return Deaf(found.params._replace(shrinkage=np.float32(0.0)), found.report, found.machines)
 
     grid, rng = problem.grid, np.random.default_rng(seed)
     taught = RuntimePredictor.pretrained() if pretrained else RuntimePredictor()
-    proposer = Proposer(grid.space, grid.hardware, taught, jax.random.key(seed), STALENESS_PRICE / grid.target_period)
+    taught = taught if network else Deaf(taught.params, taught.report, taught.machines)
+    price = STALENESS_PRICE / grid.target_period
+    curiosity = CURIOSITY if curiosity is None else curiosity
+    proposer = Proposer(grid.space, grid.hardware, taught, jax.random.key(seed), price, curiosity=curiosity)
     loop_axis = [knob.path for knob in grid.space.knobs].index("runtime.loop_count")
     known: dict[Point, Any] = {}
 
-    def drawn() -> Point:
-        points = {tuple(int(x) for x in rng.integers(problem.sizes)) for _ in range(_DRAWN)}
-        fresh = sorted(points - set(known))
-        if not fresh:
-            raise Spent
-        expected = proposer.predictor.log_seconds(stack([grid.measurement(p).workload for p in fresh]), grid.hardware)
-        return fresh[int(np.argmin(expected))]
+    def drawn() -> Point | None:
+        points = np.stack([rng.integers(problem.sizes) for _ in range(_DRAWN)])
+        energies = proposer.energies(points)
+        best = int(np.argmin(energies))
+        return tuple(int(x) for x in points[best]) if np.isfinite(energies[best]) else None
 
     point: Point | None = problem.start
     while point is not None:
+        further = proposer.further_loop_counts(point)
         problem.measure(point)
         known[point] = grid.measurement(point)
-        for count in proposer.further_loop_counts(known[point].workload):
+        for count in further:
             other = tuple(grid.space.choices[axis].index(count) if axis == loop_axis else x for axis, x in enumerate(point))
             if other not in known:
                 problem.measure(other, same_process=True)
                 known[other] = grid.measurement(other)
         proposer.learn(list(known.items()))
-        if not network:
-            params = proposer.predictor.params._replace(shrinkage=np.float32(0.0))
-            proposer.predictor = dataclasses.replace(proposer.predictor, params=params)
         point = proposer.propose(len(problem.trials)) if anneal else drawn()
 
 
@@ -225,6 +238,7 @@ SEARCHERS: dict[str, Searcher] = {
     "ours, nothing pretrained": functools.partial(ours, pretrained=False),
     "ours, no graph network": functools.partial(ours, network=False),
     "ours, not annealed": functools.partial(ours, anneal=False),
+    "ours, not curious": functools.partial(ours, curiosity=0.0),
     "random": random,
     "Optuna TPE": _optuna(lambda optuna, seed: optuna.samplers.TPESampler(seed=seed)),
     "Optuna TPE, multivariate": _optuna(lambda optuna, seed: optuna.samplers.TPESampler(seed=seed, multivariate=True)),

@@ -25,7 +25,7 @@ def random_start(env: str, seed: int) -> Any:
     from muzerox import Config
     from tuner.bridge import concrete
     from tuner.fingerprint import fingerprint
-    from tuner.loop import space_around
+    from tuner.neighbourhood import space_around
     from tuner.space import feasible, workloads
 
     hardware = fingerprint()

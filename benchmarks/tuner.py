@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from collected import at_reference_speed
 from common import DATA, finish, make_parser, use_device
-from grids import GRIDS
+from grids import GRIDS, base_of
 from measuring import Task
 from rich.console import Console
 from rich.progress import Progress
@@ -36,7 +36,7 @@ class Grid:
 
     def __init__(self, task: Task, rows: list[dict[str, Any]]):
         from predictor import Measurement
-        from tuner.bridge import Config, concrete
+        from tuner.bridge import Config
         from tuner.space import knobs_up_to, make_space
         from tuner.workload import describe
 
@@ -44,7 +44,7 @@ class Grid:
         own = [(row, factor) for row, factor in zip(rows, at_reference_speed(rows), strict=True) if row["task"] == task.name]
         first = Measurement.from_dict(own[0][0]["measurement"])
         self.name, self.hardware = task.name, first.hardware
-        base = concrete(Config.preset(task.env).replace({"runtime.kind": task.kind}), self.hardware.platform)
+        base = base_of(task, self.hardware.platform)
         knobs = [knob for knob in knobs_up_to("neutral", task.kind) if knob.path in task.axes]
         knobs = [dataclasses.replace(knob, choices=task.axes[knob.path]) for knob in knobs]
         start = {knob.path: knob.choices[0] for knob in knobs}

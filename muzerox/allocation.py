@@ -1,18 +1,22 @@
-"""The share of the machine a run may use, really applied: cores, memory of the process, memory of the accelerator."""
+"""The share of the machine a run may use, really applied: cores, memory of the process, accelerators and their memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from muzerox import usage
 from muzerox.config import AllocationConfig
 from muzerox.errors import ConfigError
 
 GIB = 2**30
 _WATCH_SECONDS = 0.05
 _DEVICE_SHARE = "XLA_CLIENT_MEM_FRACTION"  # read when JAX first touches a device; there is no later
+_VISIBLE = "CUDA_VISIBLE_DEVICES"  # read by the driver, at the same moment
+_GPU = re.compile(r"nvidia\d+")  # of /dev
 
 
 def available_cores() -> list[int]:
@@ -29,6 +33,20 @@ def available_memory() -> int:
     return total
 
 
+def visible_gpus(folder: str = "/dev") -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` calls the GPUs this process may use: those it names already, or else all there are.
+
+    JAX is not asked, which would start it. ``folder``: where devices are files.
+    """
+    files = os.listdir(folder) if os.path.isdir(folder) else []
+    there = sorted((name.removeprefix("nvidia") for name in files if _GPU.fullmatch(name)), key=int)
+    if (named := os.environ.get(_VISIBLE)) is None:
+        return there
+    # The driver takes the names up to the first that is none; where there is no GPU, none is one.
+    names = [name.strip() for name in named.split(",")]
+    return [name for name in names if name and name != "-1"] if there else []
+
+
 def check(allocation: AllocationConfig) -> None:
     """Raises ConfigError when the allocation is more than this machine has."""
     cores, memory = len(available_cores()), available_memory() / GIB
@@ -38,6 +56,9 @@ def check(allocation: AllocationConfig) -> None:
         raise ConfigError("allocation.memory_gib", allocation.memory_gib, "cannot be limited on this system; leave it absent")
     if allocation.memory_gib is not None and allocation.memory_gib > memory:
         raise ConfigError("allocation.memory_gib", allocation.memory_gib, f"this machine has {memory:.1f}", f"{memory:.1f}")
+    if allocation.devices is not None and allocation.devices > (gpus := len(visible_gpus())):
+        there = f"this process may use {gpus} GPUs" if gpus else "this process may use no GPU, and others cannot be hidden"
+        raise ConfigError("allocation.devices", allocation.devices, there, gpus or "leave it absent")
 
 
 @contextlib.contextmanager
@@ -57,7 +78,9 @@ def applied(allocation: AllocationConfig) -> Iterator[None]:
         if allocation.memory_gib is not None:
             stack.enter_context(_memory(int(allocation.memory_gib * GIB)))
         if allocation.device_memory is not None:
-            _device_memory(allocation.device_memory)
+            _before_jax("device_memory", allocation.device_memory, _DEVICE_SHARE, str(allocation.device_memory))
+        if allocation.devices is not None:
+            _before_jax("devices", allocation.devices, _VISIBLE, ",".join(visible_gpus()[: allocation.devices]))
         yield
 
 
@@ -71,10 +94,10 @@ def _cores(count: int) -> Iterator[None]:
         _set_affinity(before)
 
 
-def _set_affinity(cores: list[int]) -> None:
+def _set_affinity(cores: Sequence[int], process: int | str = "self") -> None:
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("allocation.cores", len(cores), "cannot be limited on this system; leave it absent")
-    for thread in os.listdir("/proc/self/task"):
+    for thread in os.listdir(f"/proc/{process}/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended since
             os.sched_setaffinity(int(thread), cores)
 
@@ -104,17 +127,32 @@ def _memory(size: int) -> Iterator[None]:
         watcher.join()
 
 
+def keep_to(cores: Sequence[int]) -> None:
+    """Keeps this process and those that it started, with all their threads, to these cores from now on.
+
+    Raises:
+      ConfigError: this system cannot.
+    """
+    _set_affinity(cores)
+    for process in usage.descendants():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            _set_affinity(cores, process)
+
+
 def resident_memory() -> int:
-    """Bytes of memory that this process holds."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that this process holds; 0 on a system that does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return 0
 
 
-def _device_memory(share: float) -> None:
+def _before_jax(field: str, value: float, variable: str, text: str) -> None:
+    """Sets what is read when JAX starts. Raises ConfigError when it has started with something else."""
     from jax._src import xla_bridge
 
-    if xla_bridge.backends_are_initialized():
-        if os.environ.get(_DEVICE_SHARE) != str(share):
-            raise ConfigError("allocation.device_memory", share, "JAX has already started; set it before, or use the command")
-        return
-    os.environ[_DEVICE_SHARE] = str(share)
+    if not xla_bridge.backends_are_initialized():
+        os.environ[variable] = text
+    elif os.environ.get(variable) != text:
+        raise ConfigError(f"allocation.{field}", value, "JAX has already started; set it before, or use the command")

@@ -59,7 +59,8 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         metavar="DIR",
         help="continue the run in DIR; of the other options only --set of "
-        "train.max_env_steps, target_return, eval_*, checkpoint_period, runtime.loop_count and allocation.* apply",
+        "train.max_env_steps, target_return, eval_*, checkpoint_period, runtime.* but sizes, search.engine, search.split and "
+        "allocation.* apply",
     )
     add_output_arguments(parser)
 

@@ -83,6 +83,7 @@ class Reporter:
         }
         if math.isfinite(train_seconds):
             row["env_steps_per_second"] = round(steps_per_second, 1)
+            row["train_seconds"] = round(train_seconds, 4)  # of this process, acting and learning: rows tell what lies between
         if report.mean_return is not None:
             row.update(mean_return=report.mean_return, mean_length=report.mean_length)
         self._write(row)

@@ -25,6 +25,7 @@ class RunDir:
         self.metrics_file = self.path / "metrics.jsonl"
         self.result_file = self.path / "result.json"
         self.curve_file = self.path / "return_curve.png"
+        self.live_file = self.path / "live.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
 

@@ -272,3 +272,4 @@ class AllocationConfig(Section):
     device_memory: float | None = knob(
         None, "share of each accelerator's memory that JAX takes; without effect on CPU", unit="share", above=0.0, high=1.0
     )
+    devices: int | None = knob(None, "accelerators the process sees, the first ones", unit="accelerators", low=1, high=100_000)

@@ -24,6 +24,7 @@ from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import CheckpointError, ConfigError, RunFailed
 from muzerox.evaluate import Episodes, Evaluation, make_episodes, make_host_episodes, summarise
+from muzerox.live import LiveKnobs
 from muzerox.precision import resolve
 from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
@@ -31,8 +32,8 @@ from muzerox.runtimes import make_runtime, resolve_kind
 from muzerox.timing import PhaseClock, PipelineTotals, seconds_since_process_start
 from muzerox.types import Environment, HostEnvironment, Params, Report, Runtime
 
-# What may change when a run is resumed: how long it goes on, how it is watched, and what it is given, none of which changes
-# a number of what is learnt.
+# What may change when a run is resumed: how long it goes on, how it is watched, what it is given, and by which of several ways
+# the same is computed. None touches what a checkpoint holds; engine and split of the search add up in another order.
 RESUMABLE = (
     "train.max_env_steps",
     "train.target_return",
@@ -47,9 +48,12 @@ RESUMABLE = (
     "runtime.step_in",
     "runtime.step_timeout",
     "runtime.max_failures",
+    "search.engine",
+    "search.split",
     "allocation.cores",
     "allocation.memory_gib",
     "allocation.device_memory",
+    "allocation.devices",
 )
 _REPORT_SECONDS = 0.5  # wall time of the dispatches between two reports
 
@@ -185,6 +189,14 @@ class _Session:
             earliest += 1
         return earliest
 
+    def _take(self, live: LiveKnobs, reporter: Reporter) -> int | None:
+        """The loop count from now on, when a change was asked for."""
+        config = live.poll()
+        if config is None:
+            return None
+        reporter.say(f"from now on: {config.runtime.loop_count} updates a dispatch, {config.allocation.cores or 'all'} cores")
+        return config.runtime.loop_count
+
     def _loop(
         self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter, stopped: Callable[[], bool]
     ) -> TrainResult:
@@ -197,8 +209,13 @@ class _Session:
         saved_at, seconds_an_update = time.perf_counter(), math.inf
         totals = PipelineTotals()
         loop_count = self.config.runtime.loop_count
+        live = LiveKnobs(self.run, self.config)
 
         while not stopped():
+            try:
+                loop_count = self._take(live, reporter) or loop_count
+            except ConfigError as error:
+                reporter.say(f"not taken: {error}")
             # How updates are portioned out changes nothing that is learnt: no dispatch is so long that reports and signals
             # have to wait for it, and evaluations come when they are due, however fast the machine is.
             evaluation_due = self.runtime.updates_at(next_evaluation * train.eval_period)
@@ -216,9 +233,11 @@ class _Session:
                     _ = self.evaluate  # compiles beside training from now on: earlier it would have taken a core from it
                 else:
                     seconds_an_update = (time.perf_counter() - before) / (n * count)
+                made = report.updates - updates  # none when a signal came first
                 env_steps, updates = report.env_steps, report.updates
                 totals.add(report.pipeline)
-                reporter.training(report, clock.total, clock.seconds.get("train", math.inf))
+                if made:
+                    reporter.training(report, clock.total, clock.seconds.get("train", math.inf))
                 _check_progress(report)
                 done = updates >= last
             if done or updates >= evaluation_due:
@@ -320,17 +339,22 @@ def _out_of_memory() -> Iterator[None]:
 
 @contextmanager
 def _stop_signals(runtime: Runtime) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask the loop to save and stop, and interrupt ``runtime``; a second one acts at once."""
+    """Ctrl-C, SIGTERM and SIGUSR1 ask the loop to save and stop, and interrupt ``runtime``.
+
+    A second Ctrl-C or SIGTERM acts at once. SIGUSR1 is what schedulers send ahead of the end, and what tells a training that
+    whoever followed it is gone: once for each thread of that process, so that a second one means nothing.
+    """
     received: list[int] = []
     previous: dict[int, Any] = {}
 
     def handle(number: int, _frame: Any) -> None:
         received.append(number)
-        signal.signal(number, previous[number])
+        if number != signal.SIGUSR1:
+            signal.signal(number, previous[number])
         runtime.interrupt()
 
     try:
-        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
+        for number in (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGUSR1)):
             previous[number] = signal.signal(number, handle)
     except ValueError:
         previous.clear()  # not the main thread: signals are the caller's affair

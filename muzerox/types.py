@@ -197,6 +197,9 @@ class Runtime(NamedTuple):
     ``prefill(state) -> state`` stands in for the rows that the first update waits for, none of them played: for timing, which
     does not depend on what they hold. ``state`` is donated.
 
+    ``draw(state, key, count, gather)`` is ``gather(storage, Sample)``, jitted, of so many sequences drawn from the replay as the
+    learner draws them; ``state`` is one that ``run`` has returned, and stays as it is.
+
     ``snapshot(state) -> state`` is what a checkpoint saves. ``interrupt()``, which a signal handler may call, has ``run`` return
     early from now on; ``close()`` ends threads and environments.
     """
@@ -205,6 +208,7 @@ class Runtime(NamedTuple):
     run: Callable[..., tuple[Any, Report]]
     updates_at: Callable[[int], int]
     prefill: Callable[[Any], Any]
+    draw: Callable[[Any, jax.Array, int, Callable[..., Any]], Any]
     snapshot: Callable[[Any], Any] = _as_it_is
     interrupt: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing

@@ -26,6 +26,11 @@ def peak_bytes() -> float:
     return sum(map(_peak, (os.getpid(), *_descendants())))
 
 
+def descendants() -> list[int]:
+    """Processes that this one or one of its children started."""
+    return list(_descendants())
+
+
 def _descendants() -> dict[int, list[str]]:
     """Fields of /proc/PID/stat from the third on, of every process that this one or one of its children started."""
     stats: dict[int, list[str]] = {}

@@ -100,12 +100,15 @@ def linearise(
     return jax.vmap(jax.value_and_grad(one), in_axes=(None, 0, 0, 0))(log_coefficients, stage_seconds, workload, hardware)
 
 
-def fit(key: jax.Array, measurements: Sequence[Measurement], before: Fit, known: Collection[str] = ()) -> Fit:
+def fit(
+    key: jax.Array, measurements: Sequence[Measurement], before: Fit, known: Collection[str] = (), *, train: bool = True
+) -> Fit:
     """Base and network from the measurements that ended well, the last one's machine in mind.
 
     Args:
       before: what was known before, of other machines or of none; :func:`untaught` makes the least.
       known: ids of machines that it is known of how fast they are as a whole.
+      train: False leaves the network as it was.
     """
     measured = usable(measurements)
     if not measured:
@@ -124,7 +127,7 @@ def fit(key: jax.Array, measurements: Sequence[Measurement], before: Fit, known:
 
     network, shrinkage, limit = before.network, before.shrinkage, before.limit
     left = errors
-    if len(set(groups)) >= _FEWEST_TO_TRAIN:
+    if train and len(set(groups)) >= _FEWEST_TO_TRAIN:
         # What the network should say in all; what it is trained on was not known to the base either.
         wanted = errors + corrected
         trained, said = _train_in_folds(key, before.network, graph, wanted, groups)

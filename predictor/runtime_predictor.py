@@ -179,12 +179,13 @@ class RuntimePredictor:
     report: FitReport | None = None  # of the last fit
     machines: tuple[str, ...] = ()  # that it was fitted to
 
-    def fit(self, measurements: Sequence[Measurement], key: jax.Array | None = None) -> RuntimePredictor:
+    def fit(self, measurements: Sequence[Measurement], key: jax.Array | None = None, *, train: bool = True) -> RuntimePredictor:
         """Base, residual and calibration from measurements, oldest first; the last one's machine is calibrated for.
 
         What this predictor knows already is kept as far as they do not say otherwise, so that they should be new to it: other
         machines first, then this one, then the work at hand. Those that ended well teach seconds, those that ran out of memory
-        what does not fit. Others teach nothing.
+        what does not fit. Others teach nothing. ``train``: the graph network, too, which takes most of the time; otherwise it
+        stays as it is.
         """
         if not measurements:
             return self
@@ -192,7 +193,7 @@ class RuntimePredictor:
         p = self.params
         coefficients = np.asarray(p.coefficients * np.exp(np.float32(offset)))
         before = Fit(coefficients, p.network, p.shrinkage, p.limit, p.spread, self.report)
-        fitted = fit(jax.random.key(0) if key is None else key, measurements, before, self.machines)
+        fitted = fit(jax.random.key(0) if key is None else key, measurements, before, self.machines, train=train)
         params = Params(*fitted[:-1], self.params.offsets)
         machines = tuple(dict.fromkeys([*self.machines, *(m.hardware.id for m in measurements)]))
         model = RuntimePredictor(params, fitted.report, machines).calibrate(measurements)

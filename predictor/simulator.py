@@ -65,6 +65,7 @@ class Simulated(NamedTuple):
     learner_use: jax.Array  # share of time that the learner's program runs
     busy: jax.Array  # [..., 5] share of time that threads of each of ``KINDS`` do not wait
     queue_depth: jax.Array  # [..., 2] contexts and batches that wait
+    use: jax.Array  # [..., K, R] what threads of each of ``KINDS`` take of each of ``RESOURCES``: a lock, cores, devices
 
 
 class _Pipeline(NamedTuple):
@@ -98,7 +99,7 @@ class _State(NamedTuple):
     half: jax.Array  # [2] time and contexts begun when the second half began
     mark: jax.Array  # [2] time and updates when the first dispatch of the second half ended
     newest: jax.Array  # [2] when the last one did
-    spent: jax.Array  # [1 + 1 + K + 2] in the second half: time, core seconds, busy thread seconds, depths times time
+    spent: jax.Array  # [1 + K * R + K + 2] in the second half: time, seconds of resources and of busy threads, depths times time
 
 
 def simulate(
@@ -166,7 +167,7 @@ def _simulate(seconds: jax.Array, workload: Workload, hardware: Rates, *, jitter
         half=jnp.zeros(2),
         mark=jnp.zeros(2),
         newest=jnp.zeros(2),
-        spent=jnp.zeros(4 + len(KINDS)),
+        spent=jnp.zeros(1 + len(KINDS) * len(RESOURCES) + len(KINDS) + 2),
     )
 
     def event(state: _State, index: jax.Array) -> tuple[_State, None]:
@@ -181,13 +182,15 @@ def _simulate(seconds: jax.Array, workload: Workload, hardware: Rates, *, jitter
     enough = (first > 0.0) & (last - first >= _DISPATCHES * pipeline.loop_count)
     per_update = jnp.where(enough, by_updates, by_contexts)
     span = jnp.maximum(end.spent[0], 1e-30)
-    busy = end.spent[2 : 2 + len(KINDS)] / span / jnp.maximum(pipeline.threads, 1.0)
+    use, busy = jnp.split(end.spent[1:-2] / span, [len(KINDS) * len(RESOURCES)])
+    use, busy = use.reshape(len(KINDS), len(RESOURCES)), busy / jnp.maximum(pipeline.threads, 1.0)
     return Simulated(
         seconds_per_env_step=per_update * workload.replay_ratio / workload.batch_size,
-        cpu_use=end.spent[1] / span,
+        cpu_use=jnp.sum(use[:, RESOURCES.index("cores")]),
         learner_use=busy[KINDS.index("update")],
         busy=busy,
         queue_depth=end.spent[-2:] / span,
+        use=use,
     )
 
 
@@ -337,7 +340,7 @@ def _advance(p: _Pipeline, s: _State, jitter: Value, counted: jax.Array) -> _Sta
     taken = jnp.sum(together[..., None] * p.demand, axis=(0, 1))  # [R]
     share = jnp.minimum(1.0, p.room / jnp.maximum(taken, 1e-9))
     rates = jnp.min(jnp.where(p.demand > 0.0, share[None, None], 1.0), axis=2)  # [K, P]
-    cores = jnp.sum(together * rates * p.demand[..., 1])
+    use = jnp.sum((together * rates)[..., None] * p.demand, axis=1)  # [K, R]
     rate = jnp.sum(at * rates[_KIND], axis=1) + (1.0 - jnp.sum(at, axis=1))
     needed = jnp.where(busy, s.left / rate, jnp.inf)
     shortest = jnp.min(needed)
@@ -357,7 +360,7 @@ def _advance(p: _Pipeline, s: _State, jitter: Value, counted: jax.Array) -> _Sta
     time = s.time + step
     published = s.published + jnp.where(learnt, p.loop_count, 0.0)
     now = jnp.stack([time, published])
-    spent = jnp.concatenate([jnp.stack([jnp.float32(1.0), cores]), jnp.sum(together, axis=1), s.queued])
+    spent = jnp.concatenate([jnp.ones(1), use.reshape(-1), jnp.sum(together, axis=1), s.queued])
     return s._replace(
         time=time,
         phase=phase,

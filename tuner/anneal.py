@@ -47,7 +47,7 @@ class Result(NamedTuple):
     chain_best_energy: jax.Array  # [C] float32
     temperature: jax.Array  # [] float32, after the last step
     steps: jax.Array  # [] int32, steps made
-    accepted: jax.Array  # [] float32, share of the proposed moves that were accepted
+    accepted: jax.Array  # [] float32, share of steps in which a chain moved, mean over chains
     trace: Trace
 
 
@@ -58,7 +58,7 @@ class _Loop(NamedTuple):
     best: jax.Array  # [C, D] int32, of each chain
     best_energy: jax.Array  # [C] float32
     temperature: jax.Array  # [] float32
-    accepted: jax.Array  # [] float32, sum over steps of the share of accepted moves
+    accepted: jax.Array  # [] float32, sum over steps of the share of chains that moved
     trace: Trace
 
 
@@ -75,26 +75,34 @@ def run(
     final_temperature: float | None = None,
     cooling: float | None = None,
     uniform: float = 0.5,
-    width: float = 0.1,
+    width: float = 0.25,
     resample: int = 20,
+    candidates: int = 1,
+    heat: float = 1.0,
 ) -> Result:
     """The configuration of least ``energy`` that ``chains`` annealed chains find in ``steps`` moves each.
 
     ``sizes`` [D] are the numbers of choices; a configuration is int32 [D] with 0 <= x[d] < sizes[d]. ``energy(x, *args)``
     takes int32 [C, D] to float32 [C] and must be traceable. The program is compiled once, and kept, for each energy *object*,
-    shapes, ``chains`` and ``steps``: pass data that varies as arrays in ``args``, not in a fresh closure. Same arguments,
-    same result, bit for bit.
+    shapes, ``chains``, ``steps`` and ``candidates``: pass data that varies as arrays in ``args``, not in a fresh closure. Same
+    arguments, same result, bit for bit.
 
-    Chains 0, 2, 4, ... start at ``initial`` and the rest anywhere; without it all start anywhere. A move changes one
-    dimension, to any other choice (with probability ``uniform``) or by a normal step of ``width`` times the dimension's
-    size and at least 1; both proposals are symmetric, so a move is accepted with probability min(1, exp(-(E' - E)/T)).
-    An energy that is NaN or infinite is never accepted over a finite one, and never best if a finite one was seen.
+    Chains 0, 2, 4, ... start at ``initial`` [D] and the rest anywhere; without it all start anywhere. ``initial`` [C, D] says
+    where each starts, -1 anywhere: where the chains of an earlier run stood, for an energy that has changed a little. A move
+    changes one dimension, to any other choice (with probability ``uniform``) or by a normal step of ``width`` times the
+    dimension's size, narrower by the root of the temperature as that falls, and at least 1; both proposals are symmetric, so a
+    move is accepted with probability min(1, exp(-(E' - E)/T)). An energy that is NaN or infinite is never accepted over a
+    finite one, and never best if a finite one was seen.
 
-    The temperature starts at ``initial_temperature`` (None: median less minimum of uniform configurations' energies), is
-    multiplied by ``cooling`` after each step, and the run stops at ``final_temperature`` or after ``steps``, whichever is
-    first: after no step at all if it starts there. ``cooling=None`` takes the factor that ends at ``final_temperature``
-    (None: 1e-4 of the initial one) after ``steps``; with ``cooling`` alone only ``steps`` stops the run. Chains
-    1, 3, 5, ... are redrawn every ``resample`` steps (0: never); the even ones are the method as it was published.
+    A chain draws ``candidates`` moves a step from where it stands; all are scored in one batch, and looked at in turn until one
+    is accepted: moves made ahead in case those before are rejected, as nearly all are when it is cold (Witte, Chamberlain and
+    Franklin, IEEE Transactions on Parallel and Distributed Systems 2, 1991).
+
+    The temperature starts at ``initial_temperature`` (None: ``heat`` times the median less the minimum of uniform
+    configurations' energies), is multiplied by ``cooling`` after each step, and the run stops at ``final_temperature`` or after
+    ``steps``, whichever is first: after no step at all if it starts there. ``cooling=None`` takes the factor that ends at
+    ``final_temperature`` (None: 1e-4 of the initial one) after ``steps``; with ``cooling`` alone only ``steps`` stops the run.
+    Chains 1, 3, 5, ... are redrawn every ``resample`` steps (0: never); the even ones are the method as it was published.
 
     Raises ValueError, in one line, for an argument out of range and for an energy of another shape or dtype.
     """
@@ -105,10 +113,12 @@ def run(
     chains = _check_integer("chains", chains, 1)
     steps = _check_integer("steps", steps, 0)
     resample = _check_integer("resample", resample, 0)
+    candidates = _check_integer("candidates", candidates, 1)
     if not 0 <= uniform <= 1:
         raise _invalid("uniform", uniform, "must be from 0 to 1", 1.0 if uniform > 1 else 0.0)
-    if not 0 < width < math.inf:
-        raise _invalid("width", width, "must be greater than 0 and finite", 0.1)
+    for name, value, usual in (("width", width, 0.25), ("heat", heat, 1.0)):
+        if not 0 < value < math.inf:
+            raise _invalid(name, value, "must be greater than 0 and finite", usual)
     for name, temperature in (("initial_temperature", initial_temperature), ("final_temperature", final_temperature)):
         if temperature is not None and not _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1]:
             nearest = None if math.isnan(temperature) else min(max(temperature, _TEMPERATURES[0]), _TEMPERATURES[1])
@@ -124,8 +134,11 @@ def run(
     padded = np.zeros_like(grid)
     padded[: len(free)] = free
     # What was not given is data too: -1 and NaN.
-    start = np.full_like(grid, -1) if initial is None else _check_initial(initial, grid)
-    options = [math.nan if x is None else x for x in (initial_temperature, final_temperature, cooling, uniform, width)]
+    start = np.full((chains, grid.size), -1, np.int32)
+    if initial is not None:
+        given = _check_initial(initial, grid, chains)
+        start[:: 2 if given.ndim == 1 else 1] = given
+    options = [math.nan if x is None else x for x in (initial_temperature, final_temperature, cooling, uniform, width, heat)]
     return _anneal(
         key,
         grid,
@@ -138,6 +151,7 @@ def run(
         energy=energy,
         chains=chains,
         steps=steps,
+        candidates=candidates,
     )
 
 
@@ -199,7 +213,7 @@ def redraw(key: jax.Array, energy: jax.Array, inverse_rise: jax.Array) -> jax.Ar
     return jnp.where(chain % 2 == 1, drawn, chain)
 
 
-@partial(jax.jit, static_argnames=("energy", "chains", "steps"))
+@partial(jax.jit, static_argnames=("energy", "chains", "steps", "candidates"))
 def _anneal(
     key: jax.Array,
     sizes: jax.Array,
@@ -213,43 +227,57 @@ def _anneal(
     energy: Energy,
     chains: int,
     steps: int,
+    candidates: int,
 ) -> Result:
-    t_initial, t_final, cooling, uniform, width = options
+    t_initial, t_final, cooling, uniform, width, heat = options
     key_start, key_move, key_redraw = jax.random.split(key, 3)
 
     def evaluate(choices: jax.Array) -> jax.Array:
         value = energy(choices, *args)
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-        if shape != (chains,) or dtype != jnp.float32:
+        if shape != choices.shape[:1] or dtype != jnp.float32:
             shown = type(value).__name__ if shape is None else f"{dtype} {list(shape)}"
-            raise _invalid("energy", shown, f"must return float32 [{chains}] for choices int32 {list(choices.shape)}", None)
+            rule = f"must return float32 [{choices.shape[0]}] for choices int32 {list(choices.shape)}"
+            raise _invalid("energy", shown, rule, None)
         return jnp.where(jnp.isfinite(value), value, jnp.inf)
 
     # The starts, and apart from them, for ``initial`` fills half, what the temperature is estimated from.
     shape = (1 - (-_PROBES // chains), chains, sizes.shape[0])
     batches = _fraction(jax.random.bits(key_start, shape, jnp.uint32)) * sizes.astype(jnp.float32)[None, None, :]
     batches = jnp.minimum(batches.astype(jnp.int32), sizes[None, None, :] - 1)
-    batches = batches.at[0, ::2].set(jnp.where(initial[None, :] >= 0, initial[None, :], batches[0, ::2]))
+    batches = batches.at[0].set(jnp.where(initial >= 0, initial, batches[0]))
     energies = jax.lax.map(evaluate, batches)
-    t_initial = jnp.where(jnp.isnan(t_initial), _spread(energies[1:]), t_initial)
+    t_initial = jnp.where(jnp.isnan(t_initial), jnp.clip(heat * _spread(energies[1:]), *_TEMPERATURES), t_initial)
     t_final = jnp.where(jnp.isnan(t_final), jnp.where(jnp.isnan(cooling), t_initial * _FINAL_RATIO, 0.0), t_final)
     log_cooling = jnp.where(jnp.isnan(cooling), jnp.log(t_final / t_initial) / max(steps, 1), jnp.log(cooling))
+
+    def pick(candidate: jax.Array, *proposed: jax.Array) -> list[jax.Array]:
+        """Of each of [K*C, ...] what the chains' candidates [C] are."""
+        if candidates == 1:  # nothing is gathered
+            return list(proposed)
+        return [x[candidate * chains + jnp.arange(chains)] for x in proposed]
 
     def proceed(loop: _Loop) -> jax.Array:
         return (loop.step < steps) & (loop.temperature > t_final)
 
     def move(loop: _Loop) -> _Loop:
         # One draw a step: random bits are most of what a step costs, the energy apart.
-        bits = jax.random.bits(jax.random.fold_in(key_move, loop.step), (3, chains), jnp.uint32)
-        proposed = propose(bits[:2], loop.current, sizes, free, num_free, uniform, width)
+        bits = jax.random.bits(jax.random.fold_in(key_move, loop.step), (3, candidates * chains), jnp.uint32)
+        narrower = width * jnp.sqrt(loop.temperature / t_initial)
+        standing = jnp.tile(loop.current, (candidates, 1))
+        proposed = propose(bits[:2], standing, sizes, free, num_free, uniform, narrower)
         proposed_energy = evaluate(proposed)
-        probability = transition_probability(loop.energy, proposed_energy, loop.temperature)
-        accept = _fraction(bits[2]) < probability
-        current = jnp.where(accept[:, None], proposed, loop.current)
-        current_energy = jnp.where(accept, proposed_energy, loop.energy)
+        probability = transition_probability(jnp.tile(loop.energy, candidates), proposed_energy, loop.temperature)
+        accept = (_fraction(bits[2]) < probability).reshape(candidates, chains)
+        moved = jnp.any(accept, axis=0)
+        taken, taken_energy = pick(jnp.argmax(accept, axis=0), proposed, proposed_energy)  # the first that was accepted
+        current = jnp.where(moved[:, None], taken, loop.current)
+        current_energy = jnp.where(moved, taken_energy, loop.energy)
+        lowest = jnp.argmin(proposed_energy.reshape(candidates, chains), axis=0)
+        lowest, lowest_energy = pick(lowest, proposed, proposed_energy)
         # Not of the current state, which a redraw may have brought from another chain with a better record.
-        better = proposed_energy < loop.best_energy
-        best_energy = jnp.where(better, proposed_energy, loop.best_energy)
+        better = lowest_energy < loop.best_energy
+        best_energy = jnp.where(better, lowest_energy, loop.best_energy)
 
         step = loop.step + 1
         temperature = t_initial * jnp.exp(step * log_cooling)  # a*T, without the rounding of a running product
@@ -265,10 +293,10 @@ def _anneal(
             step=step,
             current=current,
             energy=current_energy,
-            best=jnp.where(better[:, None], proposed, loop.best),
+            best=jnp.where(better[:, None], lowest, loop.best),
             best_energy=best_energy,
             temperature=temperature,
-            accepted=loop.accepted + jnp.mean(accept.astype(jnp.float32)),
+            accepted=loop.accepted + jnp.mean(moved.astype(jnp.float32)),
             trace=jax.tree.map(lambda all_rows, new: all_rows.at[loop.step].set(new), loop.trace, row),
         )
 
@@ -337,10 +365,13 @@ def _check_sizes(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
     return grid.astype(np.int32)
 
 
-def _check_initial(initial: Sequence[int] | np.ndarray, grid: np.ndarray) -> np.ndarray:
+def _check_initial(initial: Sequence[int] | np.ndarray, grid: np.ndarray, chains: int) -> np.ndarray:
     start = np.asarray(initial)
-    if start.shape != grid.shape or not np.issubdtype(start.dtype, np.integer):
-        raise _invalid("initial", initial, f"must be a list of {grid.size} integers", np.zeros_like(grid).tolist())
-    if (start < 0).any() or (start >= grid).any():
-        raise _invalid("initial", initial, "must be from 0 to sizes - 1 each", np.clip(start, 0, grid - 1).tolist())
+    if start.shape not in ((grid.size,), (chains, grid.size)) or not np.issubdtype(start.dtype, np.integer):
+        rule = f"must be a list of {grid.size} integers, or one for each of {chains} chains"
+        raise _invalid("initial", initial, rule, np.zeros_like(grid).tolist())
+    least = 0 if start.ndim == 1 else -1
+    if (start < least).any() or (start >= grid).any():
+        nearest = np.clip(start, least, grid - 1)
+        raise _invalid("initial", initial, f"must be from {least} to sizes - 1 each", nearest.tolist())
     return start.astype(np.int32)

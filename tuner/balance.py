@@ -1,19 +1,33 @@
-"""The resource balance factor of a run, and what it says to do in the next round. Pure and vectorised.
+"""The resource balance factor of a run, and how allocations are corrected by it, one resource at a time. Pure.
 
 Step 2.5 of the method. B is the mean over resources of allocated / demand, the demand being what the run was measured to
 use, with headroom, were nothing limited. B > 1 + d: over-allocated, CPU and memory are reduced first. B < 1 - d: starved,
-the accelerator is increased first, or what is the bottleneck.
+the accelerator is increased first, then the bottleneck. A resource that is no farther than d from its own demand is left
+alone. What the method does not say, a mean hides: where B is between the two and still a resource lacks more than d of its
+demand, it is increased as if B were low.
+
+A correction moves one resource, so that the next run tells what it did: where that takes ``WORSE`` times as long the move is
+undone, and not tried again until the demand for that resource changes by more than d.
 """
 
 from __future__ import annotations
 
 import enum
+import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
+from tuner.allocate import Limits
+
 THRESHOLD = 0.25  # d
-DEVICE = 2  # column of the accelerator in ``allocate.RESOURCES``; the columns before are CPU and memory
+WORSE = 1.02  # times the seconds before a move: then it is undone
+TIED = 0.05  # resources whose shares of their demand differ by less are told apart by their value to the predictor
+CORES, MEMORY, ACCELERATOR = range(3)
+GROUPS = (CORES, MEMORY, ACCELERATOR)  # which resource each column of ``allocate.RESOURCES`` is a part of
+NOTHING = -1
 
 
 class Verdict(enum.StrEnum):
@@ -22,6 +36,32 @@ class Verdict(enum.StrEnum):
     OVER = "over-allocated"
     BALANCED = "balanced"
     STARVED = "starved"
+
+
+class Seen(NamedTuple):
+    """What a run under an allocation said; [C] by column."""
+
+    seconds: float  # an environment step; infinite where memory ran out, NaN where it is not to be compared
+    wanted: np.ndarray  # what it would have been given, headroom included, were nothing limited
+    limits: Limits  # what keeps it alive, and what there is
+    gain: np.ndarray  # log seconds that a step more is predicted to win, over the step's share of all there is
+    loss: np.ndarray  # log seconds that a step less is predicted to cost, likewise
+
+
+class State(NamedTuple):
+    """Where corrections stand; [C] by column."""
+
+    allocated: np.ndarray  # to the next run
+    before: np.ndarray  # the last move
+    seconds: float  # of the run before the last move; NaN before any
+    moved: int  # resource of that move, NOTHING where there is none to judge
+    refused: np.ndarray  # the demand at which a move was undone; NaN where none was
+
+
+def start(allocated: ArrayLike) -> State:
+    """The state of whoever has been given ``allocated`` [C], and has corrected nothing yet."""
+    given = np.asarray(allocated, np.float64)
+    return State(given, given, math.nan, NOTHING, np.full_like(given, np.nan))
 
 
 def balance_factor(allocated: ArrayLike, wanted: ArrayLike) -> jnp.ndarray:
@@ -39,26 +79,55 @@ def verdict(factor: float, threshold: float = THRESHOLD) -> Verdict:
     return Verdict.STARVED if factor < 1.0 - threshold else Verdict.BALANCED
 
 
-def rebalance(allocated: ArrayLike, wanted: ArrayLike, threshold: float = THRESHOLD) -> jnp.ndarray:
-    """The next round's allocation before it is clamped, float32 [..., R].
+def correct(state: State, seen: Seen, groups: tuple[int, ...] = GROUPS, threshold: float = THRESHOLD) -> State:
+    """The state after a run under ``state.allocated``: at most one resource moved, to its demand, or the last move undone.
 
-    Over-allocated: CPU and memory go down to their demand; the accelerator only when that alone leaves B above the
-    threshold. Starved: the accelerator goes up to its demand; where it has none or has enough, the bottleneck (the resource
-    with the least allocated / demand) does. Balanced: nothing changes.
+    Args:
+      state: [C] columns.
+      groups: which of CORES, MEMORY, ACCELERATOR each column is a part of; columns of one resource move together, as devices
+        do that change their role.
+      threshold: d.
     """
-    allocated, wanted = jnp.asarray(allocated, jnp.float32), jnp.asarray(wanted, jnp.float32)
-    factor = balance_factor(allocated, wanted)[..., None]
-    column = jnp.arange(allocated.shape[-1])
-    is_device = jnp.broadcast_to(column == DEVICE, allocated.shape)
+    column = np.asarray(groups)
+    if state.moved != NOTHING and seen.seconds > WORSE * state.seconds:
+        refused = np.where(column == state.moved, seen.wanted, state.refused)
+        return State(state.before, state.before, state.seconds, NOTHING, refused)
+    changed = np.abs(seen.wanted - state.refused) > threshold * state.refused
+    refused = np.where(changed, np.nan, state.refused)
+    resource = _to_move(state._replace(refused=refused), seen, column, threshold)
+    moved = np.where(column == resource, _target(seen), state.allocated)
+    return State(moved, state.allocated, seen.seconds, resource, refused)
 
-    lower = jnp.where(is_device, allocated, jnp.minimum(allocated, wanted))
-    still_over = balance_factor(lower, wanted)[..., None] > 1.0 + threshold
-    lower = jnp.where(still_over, jnp.minimum(allocated, wanted), lower)
 
-    ratio = jnp.where(wanted > 0, allocated / jnp.where(wanted > 0, wanted, 1.0), jnp.inf)
-    is_bottleneck = jnp.broadcast_to(column, allocated.shape) == jnp.argmin(ratio, axis=-1, keepdims=True)
-    device_short = jnp.any(is_device & (ratio < 1.0), axis=-1, keepdims=True)
-    raised = jnp.where(device_short, is_device, is_bottleneck)
-    upper = jnp.where(raised, jnp.maximum(allocated, wanted), allocated)
+def _target(seen: Seen) -> np.ndarray:
+    """The demand between the limits; a minimum above the maximum yields the maximum."""
+    return np.minimum(np.maximum(seen.wanted, seen.limits.minimum), seen.limits.maximum)
 
-    return jnp.where(factor > 1.0 + threshold, lower, jnp.where(factor < 1.0 - threshold, upper, allocated))
+
+def _to_move(state: State, seen: Seen, column: np.ndarray, threshold: float) -> int:
+    """The resource that the next correction moves; NOTHING inside the dead band, or where no move is left."""
+    target = _target(seen)
+    ratio = np.where(target > 0, state.allocated / np.where(target > 0, target, 1.0), 1.0)
+    resources = [g for g in dict.fromkeys(column.tolist()) if np.isnan(state.refused[column == g]).any()]
+    least = {g: float(ratio[column == g].min()) for g in resources}
+    most = {g: float(ratio[column == g].max()) for g in resources}
+    short = [g for g in resources if least[g] < 1.0 - threshold]
+    over = [g for g in resources if most[g] > 1.0 + threshold and g not in short]
+
+    def bottleneck(among: list[int]) -> int:
+        tied = [g for g in among if least[g] <= (1.0 + TIED) * min(least[h] for h in among)]
+        return max(tied, key=lambda g: float(seen.gain[column == g].max()))
+
+    def excess(among: list[int]) -> int:
+        tied = [g for g in among if most[g] >= (1.0 - TIED) * max(most[h] for h in among)]
+        return min(tied, key=lambda g: float(seen.loss[column == g].max()))
+
+    if math.isinf(seen.seconds) and MEMORY in short:
+        return MEMORY  # it did not run for want of that: the rest of what it said is a guess
+    whole = [(state.allocated[column == g].sum(), seen.wanted[column == g].sum()) for g in dict.fromkeys(column.tolist())]
+    said = verdict(float(balance_factor(*np.array(whole).T)), threshold)
+    if said is Verdict.OVER and over:
+        return excess([g for g in over if g != ACCELERATOR] or over)
+    if short:
+        return ACCELERATOR if ACCELERATOR in short else bottleneck(short)
+    return NOTHING

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from muzerox import allocation as allocations
-from muzerox import usage
+from muzerox import live, usage
 from muzerox.algorithms import make_algorithm
 from muzerox.allocation import GIB, available_cores, available_memory
 from muzerox.cli import add_config_arguments, add_output_arguments, make_config
@@ -25,6 +25,8 @@ from muzerox.compilation import cache_use, enable_cache, home
 from muzerox.config import Config
 from muzerox.config_io import dumps as toml
 from muzerox.config_io import load as load_config
+from muzerox.config_io import parse_assignment
+from muzerox.drift import REFERENCE, measure_drift
 from muzerox.envs import in_process, make_env
 from muzerox.errors import ConfigError, RunFailed, UserError
 from muzerox.networks import make_model
@@ -34,12 +36,15 @@ from muzerox.run_dir import RunDir, write_atomically
 from muzerox.runtimes import make_runtime, resolve_kind
 from muzerox.runtimes.sebulba.pipeline import make_window
 from muzerox.search import ENGINES, default_engine
+from muzerox.training import RESUMABLE
 from muzerox.types import Environment, HostEnvironment
 
 __all__ = [
     "ENGINES",
     "GIB",
     "POLICIES",
+    "REFERENCE",
+    "RESUMABLE",
     "Command",
     "Config",
     "ConfigError",
@@ -53,10 +58,12 @@ __all__ = [
     "add_output_arguments",
     "allocated",
     "allocation_checked",
+    "ask_live",
     "available_cores",
     "available_memory",
     "bounded_num_envs",
     "bounded_staleness",
+    "can_change_live",
     "concrete",
     "device_facts",
     "enable_cache",
@@ -67,6 +74,8 @@ __all__ = [
     "load_config",
     "make_config",
     "make_model",
+    "measure_drift",
+    "parse_assignment",
     "print_table",
     "toml",
     "valid",
@@ -76,6 +85,7 @@ __all__ = [
 # Collecting the first sequences may take this share of the training, at most: the agent acts at random until then.
 WARMUP_SHARE = 0.02
 
+ask_live, can_change_live = live.ask, live.can_change
 environment: Callable[[str], Environment | HostEnvironment] = functools.lru_cache(8)(make_env)
 
 

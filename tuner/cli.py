@@ -6,11 +6,8 @@ import argparse
 import dataclasses
 import json
 import math
-import resource
-import signal
-import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,10 @@ from tuner.bridge import (
     add_config_arguments,
     add_output_arguments,
     make_config,
+    parse_assignment,
     print_table,
 )
+from tuner.switches import Switch
 
 
 def _stay_off_the_accelerator() -> None:
@@ -59,13 +58,23 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="sebulba: share of time that learning from what is a period of the target network older must win (default 0.02)",
     )
+    parser.add_argument(
+        "--objective", default="time", metavar="GOAL", help="time (default), cost, or a mix such as time=0.7,cost=0.3"
+    )
+    parser.add_argument(
+        "--prices", default="", metavar="LIST", help="of an hour, for cost (default core=0.04,gib=0.005,device=2.5)"
+    )
+    parser.add_argument("--max-cores", type=int, metavar="N", help="cores that a training may be given, at most")
+    parser.add_argument("--max-memory", type=float, metavar="GIB", help="memory that a training may be given, at most")
     add_output_arguments(parser)
 
 
 def _tune(args: argparse.Namespace) -> int:
+    from tuner.goal import Goal
     from tuner.loop import tune
     from tuner.objective import STALENESS_PRICE
 
+    goal = Goal.parse(args.objective, args.prices, args.max_cores, args.max_memory)
     _stay_off_the_accelerator()
     result = tune(
         make_config(args),
@@ -74,6 +83,7 @@ def _tune(args: argparse.Namespace) -> int:
         out=args.out,
         effect=args.knobs,
         staleness_price=STALENESS_PRICE if args.staleness_price is None else args.staleness_price,
+        goal=goal,
     )
     if args.json:
         print(json.dumps(result.to_dict()))
@@ -88,7 +98,8 @@ def _print_tuning(result: Any) -> None:
     from tuner.report import closing_rows, print_trials
 
     print_trials(result.history)
-    print_table(f"muzerox tune: {result.out}", closing_rows(result) | {"tuned configuration": f"{result.out}/tuned.toml"})
+    files = {"tuned configuration": f"{result.out}/tuned.toml", "report": f"{result.out}/report.html"}
+    print_table(f"muzerox tune: {result.out}", closing_rows(result) | files)
 
 
 TUNE = Command(
@@ -102,7 +113,8 @@ that matter under their allocation, and compares the best with the start in alte
   muzerox tune --env gymnax:CartPole-v1 --budget 4m --out runs/tuning
   muzerox train --config runs/tuning/tuned.toml
 
-DIR then holds tuned.toml (complete, allocation included), trials/, tuning.png and result.json. Ctrl-C keeps the best so far.""",
+DIR then holds tuned.toml (complete, allocation included), report.html, trials/, tuning.png and result.json. Ctrl-C keeps the
+best so far.""",
 )
 
 
@@ -157,9 +169,11 @@ def _measure_arguments(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace) -> int:
     from predictor import Outcome
     from tuner.bridge import allocation_checked, concrete
+    from tuner.corrections import check_memory
     from tuner.fingerprint import fingerprint
     from tuner.history import shared_store
     from tuner.measure import measure_config
+    from tuner.workload import describe
 
     if not 1 <= args.repeats <= 10_000:
         raise UserError("--repeats", args.repeats, "must be from 1 to 10000", 1 if args.repeats < 1 else 10_000)
@@ -167,10 +181,11 @@ def _measure(args: argparse.Namespace) -> int:
         raise UserError("--timeout", args.timeout, "must be from 1 to 86400 seconds", 1 if args.timeout < 1.0 else 86_400)
     config = allocation_checked(make_config(args))
     hardware = fingerprint()
+    served = concrete(config, hardware.platform)
+    check_memory(served, describe(served))
     measurement = measure_config(config, hardware=hardware, repeats=args.repeats, timeout=args.timeout)[0]
     shared_store(hardware.id).append(measurement.to_dict())
-    config = concrete(config, hardware.platform)
-    _print_figures(f"muzerox measure: {config.env}", config, _figures(measurement), measurement.waits, as_json=args.json)
+    _print_figures(f"muzerox measure: {config.env}", served, _figures(measurement), measurement.waits, as_json=args.json)
     return 0 if measurement.outcome == Outcome.OK else 1
 
 
@@ -194,21 +209,22 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 def _predict(args: argparse.Namespace) -> int:
     from predictor import RuntimePredictor
     from tuner.bridge import allocation_checked, concrete, enable_cache
+    from tuner.corrections import check_memory
     from tuner.fingerprint import fingerprint
-    from tuner.history import shared_measurements
-    from tuner.loop import HISTORY
+    from tuner.history import HISTORY, shared_measurements
     from tuner.workload import describe
 
     _stay_off_the_accelerator()
     config = allocation_checked(make_config(args))
     hardware = fingerprint()
+    config = concrete(config, hardware.platform)
+    check_memory(config, workload := describe(config))
     history = shared_measurements(hardware.id, lambda text: print(text, file=sys.stderr))
     enable_cache()
     model = RuntimePredictor.pretrained().fit(history[-HISTORY:])
     if not history:
         print("no measurement of this machine yet: muzerox measure makes one, and predictions better", file=sys.stderr)
-    config = concrete(config, hardware.platform)
-    prediction = model.predict(describe(config), hardware)
+    prediction = model.predict(workload, hardware)
     title = f"muzerox predict: {config.env}, from {len(history)} measurements"
     _print_figures(title, config, _figures(prediction), {}, as_json=args.json)
     return 0
@@ -234,13 +250,24 @@ def _train_tune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune", metavar="TIME", help="first spend this long, such as 2m, on finding the configuration that trains fastest here"
     )
+    parser.add_argument(
+        "--phases",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="watch the training, and go on from a checkpoint with another configuration where its costs have changed and that "
+        "pays: with --tune unless --no-phases; with --resume if asked for",
+    )
 
 
 def _train_tuned(train: Any) -> Any:
     def run(args: argparse.Namespace) -> int:
-        if args.tune is None:
+        if args.tune is not None:
+            return _tune_then_train(args)
+        if not args.phases:
             return train(args)
-        return _tune_then_train(args)
+        if args.resume is None:
+            raise UserError("--phases", None, "needs --tune TIME, or --resume DIR of a run")
+        return _resume_in_phases(args)
 
     return run
 
@@ -251,6 +278,7 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     from tuner.loop import tune
     from tuner.resources import balance_of
     from tuner.result import parse_budget
+    from tuner.retune import train_in_phases
 
     if args.resume is not None:
         raise UserError("--tune", args.tune, "cannot be given with --resume: a run keeps its configuration")
@@ -266,18 +294,56 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     if not result.finished:
         return 130
     tuned = Path(result.out) / "tuned.toml"
-    code, said, cores = _train_in_child(tuned, out, as_json=args.json)
-    if code not in (0, 130):
-        raise RunFailed(f"training the tuned configuration ended with exit code {code}; {tuned} holds it")
+    how = train_in_phases(
+        result.config,
+        run,
+        ["--config", str(tuned), "--out", str(out)],
+        result.hardware,
+        expected=(result.measurement and result.measurement.seconds_per_env_step) or result.predicted["seconds_per_env_step"],
+        as_json=args.json,
+        phased=args.phases is not False,
+    )
+    if how.code not in (0, 130):
+        raise RunFailed(f"training the tuned configuration ended with exit code {how.code}; {tuned} holds it")
     trained = run.result() or {}
     peak = trained.get("peak_memory_gib", math.nan) * 2**30
-    use = np.array([cores, peak, 0.0], np.float32)
+    use = np.array([how.cores_busy, peak, 0.0], np.float32)
     factor = balance_of(result.config, use, result.hardware)
     if args.json:
-        print(json.dumps({**json.loads(said), "tuning": result.to_dict(), "balance_factor": factor}))
-    elif code == 0:
-        print_table(f"muzerox train --tune: {out}", _used_rows(result, trained, use, factor))
-    return code
+        tuning = {"tuning": result.to_dict(), "balance_factor": factor, "switches": [vars(switch) for switch in how.switches]}
+        print(json.dumps({**json.loads(how.said), **tuning}))
+        return how.code
+    print(how.said, end="")
+    if how.code == 0:
+        print_table(f"muzerox train --tune: {out}", _used_rows(result, trained, use, factor) | _switch_rows(how.switches))
+    return how.code
+
+
+def _resume_in_phases(args: argparse.Namespace) -> int:
+    """A run that is gone on with in phases."""
+    from tuner.fingerprint import fingerprint
+    from tuner.retune import train_in_phases
+
+    for option in ("env", "config", "seed", "out"):
+        if getattr(args, option) is not None:
+            raise UserError(f"--{option}", getattr(args, option), "cannot be given with --resume, which takes it from the run")
+    _stay_off_the_accelerator()
+    run = RunDir(args.resume)
+    config = run.load_config().replace(dict(parse_assignment(text) for text in args.assignments))
+    sets = [part for text in args.assignments for part in ("--set", text)]
+    how = train_in_phases(config, run, ["--resume", args.resume, *sets], fingerprint(), as_json=args.json)
+    print(how.said, end="")
+    return how.code
+
+
+def _switch_rows(switches: Sequence[Switch]) -> dict[str, str]:
+    """What the run was switched to, and what came of it."""
+    rows = {}
+    for switch in switches:
+        changes = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in switch.after.items())
+        gain = "" if switch.measured_gain is None else f", {switch.measured_gain:.2f} times as fast"
+        rows[f"at {switch.env_steps:,} steps"] = f"{changes}: {switch.verdict}{gain} ({switch.reason})"
+    return rows
 
 
 def _used_rows(result: Any, trained: dict[str, Any], use: Any, factor: float) -> dict[str, Any]:
@@ -296,27 +362,8 @@ def _used_rows(result: Any, trained: dict[str, Any], use: Any, factor: float) ->
     return rows | {
         "cores busy": f"{use[0]:.2f} of {given.cores} allocated, compilation and evaluations included",
         "balance factor": f"{factor:.2f} ({verdict(factor)})",
-        "tuning": f"{result.out}/tuning.png",
+        "tuning": f"{result.out}/report.html",
     }
-
-
-def _train_in_child(config: Path, out: Path, *, as_json: bool) -> tuple[int, str, float]:
-    """Trains in a process of its own, under its allocation from the start. Exit code, stdout if asked for, cores busy."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    command = [sys.executable, "-m", "muzerox", "train", "--config", str(config), "--out", str(out)]
-    stdout = subprocess.PIPE if as_json else None
-    process = subprocess.Popen([*command, "--json"] if as_json else command, stdout=stdout, text=True)
-    # The child answers both by saving. A terminal sends it Ctrl-C itself, and a second would end it at once: not passed on.
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        said, _ = process.communicate()
-    finally:
-        for number, before_us in previous.items():
-            signal.signal(number, before_us)
-    after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - start
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return process.returncode, said or "", cpu / seconds
 
 
 TRAIN_TUNE = Extension(extends="train", add_arguments=_train_tune_arguments, wrap=_train_tuned)
@@ -329,28 +376,12 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
 def _info_with_fingerprint(info: Any) -> Any:
     def run(args: argparse.Namespace) -> int:
         from tuner.fingerprint import fingerprint
+        from tuner.report import machine_rows
 
-        args.machine = lambda: {"measured rates": _rates(fingerprint(again=args.remeasure))}
+        args.machine = lambda: {"measured rates": machine_rows(fingerprint(again=args.remeasure))}
         return info(args)
 
     return run
-
-
-def _rates(hardware: Any) -> dict[str, Any]:
-    """A fingerprint for people."""
-    return {
-        "processor": hardware.cpu,
-        "cores": hardware.cores,
-        "memory": f"{hardware.memory_bytes / 2**30:.1f} GiB",
-        "device": f"{hardware.devices} x {hardware.device} ({hardware.platform})",
-        "device memory": f"{hardware.device_memory_bytes / 2**30:.1f} GiB",
-        "float32 products": f"{hardware.float32_flops / 1e9:,.0f} GFLOP/s",
-        "float32 products, one core": f"{hardware.one_core_flops / 1e9:,.0f} GFLOP/s",
-        "bfloat16 products": f"{hardware.bfloat16_flops / 1e9:,.0f} GFLOP/s",
-        "copies": f"{hardware.copy_bytes_per_second / 1e9:,.1f} GB/s",
-        "dispatch": f"{hardware.dispatch_seconds * 1e6:,.0f} microseconds",
-        "small operation in a loop": f"{hardware.operation_seconds * 1e6:,.2f} microseconds",
-    }
 
 
 INFO_FINGERPRINT = Extension(extends="info", add_arguments=_no_arguments, wrap=_info_with_fingerprint)

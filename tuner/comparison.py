@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -17,7 +18,7 @@ MIN_ROUNDS, MAX_ROUNDS = 9, 25
 _STARTING, _FROM_CACHE = 2.0, 0.4  # seconds of a worker's start, and the share of compiling that is left with a warm cache
 _FINISHING = 3.0  # seconds that the end takes: plot, table, files
 
-Price = Callable[[Measurement], float]  # share of time that a measured configuration pays for what else it takes
+Price = Callable[[Measurement], float]
 
 
 class Comparison(NamedTuple):
@@ -45,14 +46,23 @@ def seconds_needed(trials: Sequence[Trial], burst: float, rounds: int) -> tuple[
 
 
 def compare(
-    start: Config, rivals: Sequence[Config], *, hardware: Hardware, rounds: int, seconds: float, price: Price
+    start: Config, rivals: Sequence[Config], *, hardware: Hardware, rounds: int, seconds: float, price: Price, rent: Price
 ) -> Comparison | None:
-    """Measures ``rivals`` against ``start``, all alive, burst by burst; None when the start did not run."""
+    """Measures ``rivals`` against ``start``, all alive, burst by burst; None when the start did not run.
+
+    ``rent``: what a second of a configuration counts as; ``price``: what it pays beside, as a share of its time.
+    """
     base, *measured = measure_in_alternation([start, *rivals], hardware=hardware, rounds=rounds, seconds=seconds)
     if base.outcome != Outcome.OK:
         return None
-    faster = [i for i, m in enumerate(measured) if m.outcome == Outcome.OK and clearly_faster(m, base, MIN_GAIN)]
+    paid = [_at_rent(m, rent(m) / rent(base)) for m in measured]
+    faster = [i for i, m in enumerate(paid) if m.outcome == Outcome.OK and clearly_faster(m, base, MIN_GAIN)]
     if not faster:
         return Comparison(base, None, base)
-    chosen = min(faster, key=lambda i: price(measured[i]) - math.log(paired_ratio(measured[i], base)))
+    chosen = min(faster, key=lambda i: price(measured[i]) - math.log(paired_ratio(paid[i], base)))
     return Comparison(base, chosen, measured[chosen])
+
+
+def _at_rent(measured: Measurement, rent: float) -> Measurement:
+    """With bursts as long as they count."""
+    return dataclasses.replace(measured, repeats=tuple(seconds * rent for seconds in measured.repeats))

@@ -1,4 +1,4 @@
-"""The folder of a tuning: start.toml, trials/, tuned.toml, tuning.png, result.json. What is in it survives a kill."""
+"""The folder of a tuning: its start, trials, drifts, tuned.toml, report.html, plot, result. A kill takes nothing of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import dataclasses
 import fcntl
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from predictor import Measurement, OtherVersion, SchemaError, Store
 from tuner.bridge import Config, RunDir, UserError, home, load_config, toml, write_atomically
+from tuner.drift import Drift
+
+HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,9 @@ class Trial:
 
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     number: int  # from 0, the baseline
-    role: str  # baseline; annealed, random: how the point was chosen; shared: measured in the process of another trial
+    # baseline; annealed, random: how the point was chosen; balanced: the best so far under a corrected allocation;
+    # shared: measured in the process of another trial
+    role: str
     changes: dict[str, Any]  # to the starting configuration, by path: the point
     config: dict[str, Any]  # complete, allocation included
     measurement: Measurement
@@ -33,6 +38,8 @@ class Trial:
     temperature: float  # relative to the first
     elapsed: float  # seconds of tuning when it ended
     balance: float | None = None  # the balance factor, where it ran
+    # Between these two seconds nine of ten measurements were expected before it ran; none of a tuning by an earlier version.
+    predicted_interval: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
@@ -41,11 +48,13 @@ class Trial:
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> Trial:
         """The inverse of :meth:`to_dict`. Raises SchemaError."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if set(tree) != names:
-            raise SchemaError(f"Trial: {', '.join(sorted(set(tree) ^ names))} missing or unknown")
-        values = {**tree, "measurement": Measurement.from_dict(tree["measurement"])}
-        return cls(**{**values, "predicted_use": tuple(tree["predicted_use"])})
+        needed = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(cls)}
+        wrong = {name for name, must in needed.items() if must and name not in tree} | (set(tree) - set(needed))
+        if wrong:
+            raise SchemaError(f"Trial: {', '.join(sorted(wrong))} missing or unknown")
+        tuples: dict[str, Any] = {name: tuple(tree[name]) for name in ("predicted_use", "predicted_interval") if name in tree}
+        values: dict[str, Any] = {**tree, **tuples, "measurement": Measurement.from_dict(tree["measurement"])}
+        return cls(**values)
 
     @property
     def seconds(self) -> float | None:
@@ -63,7 +72,9 @@ class TuneDir:
         self.start_file = self.path / "start.toml"
         self.tuned_file = self.path / "tuned.toml"
         self.result_file = self.path / "result.json"
+        self.drift_file = self.path / "drift.json"
         self.plot_file = self.path / "tuning.png"
+        self.report_file = self.path / "report.html"
         self._trials: Store | None = None
 
     def check(self) -> None:
@@ -126,12 +137,26 @@ class TuneDir:
         except (ValueError, TypeError):
             raise UserError(str(self.result_file), None, "is not a result; delete it to compare again") from None
 
+    def drifts(self) -> list[Drift]:
+        """What is known of precision levels, in the order it was found. Raises UserError for a damaged file."""
+        if not self.drift_file.exists():
+            return []
+        try:
+            return [Drift.from_dict(tree) for tree in json.loads(self.drift_file.read_text("utf-8"))]
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(str(self.drift_file), None, f"is no list of drifts ({error}); delete it to measure again") from None
+
+    def save_drifts(self, drifts: Sequence[Drift]) -> None:
+        """Writes ``drift.json``, whole or not at all."""
+        write_atomically(self.drift_file, json.dumps([drift.to_dict() for drift in drifts], indent=1) + "\n")
+
     def save_tuned(self, config: Config) -> None:
         """Writes ``tuned.toml``, whole or not at all."""
         write_atomically(self.tuned_file, toml(config))
 
     def save_result(self, result: dict[str, Any]) -> None:
-        """Writes ``result.json``, whole or not at all."""
+        """Writes ``result.json``, whole or not at all; a report of what was before it is gone."""
+        self.report_file.unlink(missing_ok=True)
         write_atomically(self.result_file, json.dumps(result, indent=1) + "\n")
 
 

@@ -19,33 +19,34 @@ import jax
 import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
-from tuner import balance, comparison, resources
+from tuner import balance, comparison, corrections, resources
 from tuner.bridge import (
     Config,
     UserError,
     allocation_checked,
-    bounded_num_envs,
-    bounded_staleness,
     concrete,
     enable_cache,
     get,
-    valid,
 )
 from tuner.comparison import MAX_ROUNDS, MIN_GAIN, MIN_ROUNDS
 from tuner.fingerprint import fingerprint
-from tuner.history import Trial, TuneDir, shared_measurements, shared_store
+from tuner.goal import Goal
+from tuner.history import HISTORY, Trial, TuneDir, shared_measurements, shared_store
+from tuner.html_report import write_report
+from tuner.levels import Levels
+from tuner.live import Progress
 from tuner.measure import BURST_SECONDS, measure_config, paired_ratio
-from tuner.objective import STALENESS_PRICE
+from tuner.neighbourhood import space_around
+from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import Proposer, role_of
-from tuner.report import Progress, draw_history
+from tuner.report import draw_history
 from tuner.result import TuneResult, parse_budget
-from tuner.space import Space, knobs_up_to, make_space
+from tuner.space import Space
 from tuner.workload import describe
 
 COOLING = 0.8  # of the outer temperature, a round
 FINAL_TEMPERATURE = 0.05  # relative to the first: rounds end here if the budget lasts
 HOPELESS = 3.0  # times the seconds of the best: a trial that is slower is not timed to the end
-HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
 
 
 def tune(
@@ -57,6 +58,7 @@ def tune(
     effect: str = "neutral",
     burst: float = BURST_SECONDS,
     staleness_price: float = STALENESS_PRICE,
+    goal: Goal | None = None,
     seed: int = 0,
     quiet: bool = False,
 ) -> TuneResult:
@@ -70,41 +72,32 @@ def tune(
       effect: which knobs may move: ``exact`` ones, ``neutral`` ones too (the same learning), or ``learning`` ones as well.
       burst: seconds of a timed burst.
       staleness_price: share of time that learning from what is a period of the target network old must be worth; sebulba only.
+      goal: what is minimised, and what may not be exceeded; by default seconds, on all there is.
       quiet: nothing on stderr.
 
     Raises:
       UserError: bad input, or a baseline that does not run: nothing can be compared with it.
     """
-    began, seconds = time.monotonic(), parse_budget(budget)
+    began, seconds, goal = time.monotonic(), parse_budget(budget), goal or Goal()
     if max_trials is not None and max_trials < 1:
         raise UserError("max_trials", max_trials, "must be at least 1", 1)
     if not 0.0 <= staleness_price <= 10.0:
         raise UserError("staleness_price", staleness_price, "must be from 0 to 10", STALENESS_PRICE)
-    describe(concrete(allocation_checked(config), "cpu"))  # what cannot be served is refused before anything is written
+    served = concrete(allocation_checked(config), "cpu")
+    corrections.check_memory(served, describe(served))  # what cannot be served is refused before anything is written
     folder = TuneDir(out)
     folder.check()
     enable_cache()  # annealer and predictor are programs, too
     with Progress(seconds, quiet=quiet) as progress, _on_cpu():
         hardware = fingerprint(say=progress.say)
-        start = concrete(config, hardware.platform)
+        start = goal.bounded(concrete(config, hardware.platform))
         folder.create(start)
         progress.enter(folder.lock())
-        space = space_around(start, effect, hardware.platform)
+        space = space_around(start, effect, hardware.platform, goal.max_cores)
         an_update = staleness_price / start.train.target_period
-        tuning = _Tuning(start, space, hardware, folder, seconds, seed, progress, an_update)
+        tuning = _Tuning(start, space, hardware, folder, seconds, seed, progress, an_update, goal)
         tuning.began, tuning.max_trials, tuning.burst = began, max_trials or tuning.max_trials, burst
         return tuning.run()
-
-
-def space_around(start: Config, effect: str, platform: str) -> Space:
-    """The grid that a tuning from ``start`` (concrete) searches: knobs up to ``effect``, with the choices this machine has."""
-    knobs = knobs_up_to(effect, start.runtime.kind)
-    values = {knob.path: get(start, knob.path) for knob in knobs}
-
-    def can(path: str, value: Any) -> bool:
-        return valid(start, path, value, platform)
-
-    return make_space(knobs, values, describe(start), can, bounded_num_envs(start), bounded_staleness(start))
 
 
 def _on_cpu() -> Any:
@@ -128,6 +121,7 @@ class _Tuning:
         seed: int,
         progress: Progress,
         staleness_price: float,
+        goal: Goal,
     ):
         self.start, self.space, self.hardware, self.folder, self.progress = start, space, hardware, folder, progress
         self.budget = budget
@@ -137,10 +131,12 @@ class _Tuning:
         self.store = shared_store(hardware.id)
         seen = [trial.measurement for trial in self.trials]
         elsewhere = [m for m in shared_measurements(hardware.id, progress.say)[-HISTORY:] if m not in seen]
-        self.allocated = np.asarray(resources.limits(hardware).maximum)
+        self.most, self.state = corrections.begin(start, self.trials, hardware)
         # By other machines, then by other work on this one; a tuning's own runs are what is learnt again and again.
         taught = RuntimePredictor.pretrained().fit(elsewhere)
-        self.proposer = Proposer(space, hardware, taught, jax.random.key(seed), staleness_price)
+        self.proposer = Proposer(space, hardware, taught, jax.random.key(seed), staleness_price, goal)
+        self.levels = Levels(start, hardware, folder, progress.say)
+        self.goal = goal
 
     @property
     def predictor(self) -> RuntimePredictor:
@@ -173,6 +169,7 @@ class _Tuning:
                 self._baseline()
             else:
                 self.progress.say(f"continuing after {len(self.trials)} trials and {self.spent_before:.0f} s")
+                self.progress.resume(self.trials)
             self._require_baseline()
             self._learn()
             number = sum(trial.role != "shared" for trial in self.trials)
@@ -182,7 +179,11 @@ class _Tuning:
             told = self.folder.result()
             if told is not None and len(self.trials) == before:
                 self.progress.say(f"{self.folder.path} has already spent its budget; go on with a larger one")
-                return TuneResult.from_dict(told, start=self.start, hardware=self.hardware, history=self.trials)
+                told["out"] = str(self.folder.path)  # it may have been moved since
+                result = TuneResult.from_dict(told, start=self.start, hardware=self.hardware, history=self.trials)
+                if not self.folder.report_file.exists():  # it was killed before it was written
+                    write_report(self.folder.report_file, result, self.predictor, self.space)
+                return result
             return self._compare()
         except KeyboardInterrupt:
             if not self.trials or self.trials[0].seconds is None:
@@ -198,25 +199,37 @@ class _Tuning:
     def _require_baseline(self) -> None:
         first = self.trials[0].measurement
         if first.outcome != Outcome.OK:
-            raise UserError("configuration", None, f"the initial configuration does not run here: {first.outcome}: {first.error}")
+            fits = corrections.would_run(self.start, first, self.predictor, self.hardware)
+            raise UserError("configuration", None, f"the initial one does not run here: {first.outcome}: {first.error}", fits)
 
     def _learn(self) -> None:
         """The predictor, by this tuning's own runs beside what it knew."""
         self.proposer.learn([(self.space.encode(trial.changes), trial.measurement) for trial in self.trials])
+        for level in self.levels.newly_refused(self.trials):
+            self.proposer.cover(every_point_with(self.space, "precision.level", level))
 
     def _round(self, number: int) -> bool:
         """Proposes, allocates, measures, balances, learns. False when every feasible point was measured."""
         temperature = COOLING ** (number - 1)
+        if number % corrections.EVERY == 0:
+            config, use = corrections.rebalanced(self.trials, self._best(), self.predictor, self.hardware, self.most)
+            if self._fresh(config):
+                self._measure(config, use, corrections.ROLE, temperature=temperature)
+                self._learn()
+                return True
         while (point := self.proposer.propose(number)) is not None:
             config, use = self._allocate(self.start.replace(self.space.decode(point)), temperature)
-            changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
-            fresh = self._program(changes) not in map(self._program, (trial.changes for trial in self.trials))
-            if fresh:
+            if self._fresh(config):
                 self._measure(config, use, role_of(number), temperature=temperature)
                 self._learn()
                 return True
             self.proposer.cover(point)  # with the cores it would be given, it is a point that was measured
         return False
+
+    def _fresh(self, config: Config) -> bool:
+        """Nothing was measured yet with its program and its cores."""
+        changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
+        return self._program(changes) not in map(self._program, (trial.changes for trial in self.trials))
 
     def _program(self, changes: dict[str, Any]) -> tuple[Any, ...]:
         """What of a point needs a process of its own: all but the knobs that are arguments of the compiled program."""
@@ -236,13 +249,13 @@ class _Tuning:
             seconds=self.burst,
             # The first may have found its programs in the cache, and a core may be all that another compiles with.
             timeout=max(30.0, 3.0 * first, 5.0 * expected.compile_seconds),
-            loop_counts=self.proposer.further_loop_counts(describe(config)),
+            loop_counts=self.proposer.further_loop_counts(self.space.encode(changes)),
             hopeless=HOPELESS * min((trial.seconds for trial in self.trials if trial.seconds), default=math.inf),
         )
         share = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):
             looped = config.replace("runtime.loop_count", int(measurement.workload.loop_count))
-            uncalibrated, base, full = self._predictions(looped)
+            uncalibrated, base, full, interval = self._predictions(looped)
             trial = Trial(
                 number=len(self.trials),
                 role=role if index == 0 else "shared",
@@ -256,41 +269,49 @@ class _Tuning:
                 temperature=temperature,
                 elapsed=self.elapsed,
                 balance=self._balance(looped, measurement),
+                predicted_interval=interval,
             )
             self.folder.append(trial)
             self.store.append(trial.measurement.to_dict())
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
 
-    def _predictions(self, config: Config) -> tuple[float, float, float]:
-        """Seconds an environment step: uncalibrated base, calibrated base, base and residual."""
+    def _predictions(self, config: Config) -> tuple[float, float, float, tuple[float, ...]]:
+        """Seconds an environment step: uncalibrated base, calibrated base, base and residual; the interval of these last."""
         workload = describe(config)
-        plain = RuntimePredictor()
+        plain, full = RuntimePredictor(), self.predictor.predict(workload, self.hardware)
         return (
             float(np.exp(plain.base_log_seconds(workload, self.hardware))),
             float(np.exp(self.predictor.base_log_seconds(workload, self.hardware))),
-            self.predictor.predict(workload, self.hardware).seconds_per_env_step,
+            full.seconds_per_env_step,
+            full.interval,
         )
 
     def _allocate(self, config: Config, temperature: float) -> tuple[Config, np.ndarray]:
         """The configuration under its allocation, and the use [R] predicted of it."""
         use = resources.use_of(self.predictor.predict(describe(config), self.hardware))
         correction = resources.correction((trial.measurement, trial.predicted_use) for trial in self.trials)
-        self.allocated = resources.next_allocation(self.allocated, use * correction, temperature, self.hardware)
-        cores = self.space.options("allocation.cores")
-        return resources.with_allocation(config, self.allocated, self.hardware, cores), use
+        worth = corrections.marginal(self.predictor, describe(config), self.hardware)
+        needs, most = use * correction, self.most
+        self.state, given = resources.next_allocation(self.state, needs, temperature, self.hardware, most, worth)
+        return resources.with_allocation(config, given, self.hardware, self.space.options("allocation.cores")), use
 
     # The end ---------------------------------------------------------------------------------------------------------
 
     def _best(self) -> Trial:
-        best, first = min(self.trials, key=lambda trial: self.proposer.cost(trial.measurement)), self.trials[0]
-        return best if (first.seconds or math.inf) / (best.seconds or math.inf) >= MIN_GAIN else first
+        first, trusted = self.trials[0], self.levels.trusted(self.trials)
+        best = min(trusted, key=lambda trial: self.proposer.cost(trial.measurement))
+        return best if self._value(first) / self._value(best) >= MIN_GAIN else first
+
+    def _value(self, trial: Trial) -> float:
+        """Seconds an environment step as they count."""
+        return (trial.seconds or math.inf) * self.proposer.rent(trial.measurement)
 
     def _finalists(self) -> list[Trial]:
         def program(trial: Trial) -> Hashable:
             return self._program(trial.changes)
 
-        return comparison.finalists(self.trials, program, self.proposer.cost)
+        return comparison.finalists(self.levels.trusted(self.trials), program, self.proposer.cost)
 
     def _compare(self) -> TuneResult:
         """The best trials against the start, which wins unless it is clearly beaten."""
@@ -300,8 +321,8 @@ class _Tuning:
         ready, a_round = self._comparing_seconds(1)
         rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, (self.budget - self.elapsed - ready) / a_round)))
         self.progress.say(f"comparing the best {len(finalists)} with the start, {rounds} rounds in alternation")
-        price = self.proposer.price
-        found = comparison.compare(start, rivals, hardware=self.hardware, rounds=rounds, seconds=self.burst, price=price)
+        pays = {"price": self.proposer.price, "rent": self.proposer.rent}
+        found = comparison.compare(start, rivals, hardware=self.hardware, rounds=rounds, seconds=self.burst, **pays)
         if found is None:
             return self._result(self._best(), None, None, finished=False)
         best = self.trials[0] if found.chosen is None else finalists[found.chosen]
@@ -317,22 +338,25 @@ class _Tuning:
         use = resources.need_of(config, measurement, self.hardware)
         if measurement.from_cache:  # the training may have to compile
             use[1] = max(use[1], self.predictor.predict(describe(config), self.hardware).peak_bytes)
-        allocated = resources.next_allocation(resources.allocation_of(config, self.hardware), use, 0.0, self.hardware)
+        allocated = resources.for_training(use, self.hardware, self.most)
         allocated[0] = config.allocation.cores or self.hardware.cores
         return resources.with_allocation(config, allocated, self.hardware, ())
 
     def _result(self, best: Trial, base: Measurement | None, ours: Measurement | None, *, finished: bool) -> TuneResult:
         config = self._with_memory(Config.from_dict(best.config), ours or best.measurement)
         factor = self._balance(config, ours or best.measurement)
-        speedup = None
+        speedup = gain = None
         if base is not None and ours is not None:
             speedup = 1.0 if ours is base else paired_ratio(ours, base)
+            gain = speedup * self.proposer.rent(base) / self.proposer.rent(ours)
         result = TuneResult(
             out=str(self.folder.path),
             finished=finished,
             start=self.start,
             config=config,
             speedup=speedup,
+            objective=self.goal.name,
+            gain=gain,
             start_measurement=base,
             measurement=ours,
             predicted=self.predictor.predict(describe(config), self.hardware).to_dict(),
@@ -341,11 +365,13 @@ class _Tuning:
             seconds=self.elapsed,
             hardware=self.hardware,
             history=tuple(self.trials),
+            drifts=self.levels.drifts,
         )
         self.folder.save_tuned(config)
         if finished:
             self.folder.save_result(result.to_dict())
         draw_history(self.folder.plot_file, self.trials, result.config.env)
+        write_report(self.folder.report_file, result, self.predictor, self.space)
         return result
 
     def _describe_changes(self, changes: dict[str, Any]) -> str:

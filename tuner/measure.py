@@ -44,13 +44,14 @@ class Worker:
       timeout: seconds an answer may take.
     """
 
+    command: tuple[str, ...] = ("-P", "-m", "tuner.worker")  # -P: what lies in the user's folder is no package of ours
+
     def __init__(self, request: dict[str, Any], *, timeout: float = TIMEOUT):
         self._timeout = timeout
         self._errors = tempfile.TemporaryFile()
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        # -P: what lies in the user's folder must not be taken for a package.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tuner.worker"],
+            [sys.executable, *self.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -115,7 +116,12 @@ class Worker:
                 self._died()
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
-        fields = json.loads(line)
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise WorkerFailed(Outcome.CRASHED, f"its answer is none: {line[:80]!r}")
         if "outcome" in fields:
             raise WorkerFailed(Outcome(fields["outcome"]), fields["error"])
         return fields

@@ -1,4 +1,4 @@
-"""What the annealer minimises: predicted seconds, and small prices on what else a configuration takes.
+"""What the annealer minimises: predicted seconds or what they cost, and small prices on what else a configuration takes.
 
 Without them knobs that stop mattering for speed are noise: of two configurations of a speed, the better one leaves more cores
 and memory to others, and learns from what is less old.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ import numpy as np
 
 from predictor import Hardware, Measurement, Params, Rates, Workload, hardware_rates, log_seconds, resident_bytes, staleness
 from predictor.analytic import Value
-from tuner.space import Space, Tables, feasible, workloads
+from tuner.goal import Goal
+from tuner.residual import Residual, capacity, evaluate
+from tuner.space import Space, Tables, feasible, select, workloads
 
 RESOURCE_PRICE = 0.01  # taking all cores and all memory of the machine costs this share of time
 STALENESS_PRICE = 0.02  # so does learning from what is a period of the target network old
@@ -24,11 +26,24 @@ ANY, NO_POINT = -1, -2  # entries of ``measured``: matches every choice, and non
 
 
 class Limits(NamedTuple):
-    """What a candidate may not exceed, and what it pays for coming near; float32 [] each."""
+    """What a candidate may not exceed, and what it pays; float32 [] each."""
 
     max_num_envs: Value
     max_staleness: Value  # updates
     staleness_price: Value  # of an update
+    curiosity: Value = 0.0  # log seconds that a standard deviation of what is not known is worth; negative shuns risks
+    max_bytes: Value = np.inf  # of memory that a training holds
+    money: Value = 0.0  # weight of what an environment step costs, from 0 to 1; the rest is that of its seconds
+    core_price: Value = 0.0  # of an hour
+    gib_price: Value = 0.0
+    device_price: Value = 0.0
+
+
+def limits_of(goal: Goal, hardware: Hardware, space: Space, staleness_price: float, curiosity: float = 0.0) -> Limits:
+    """What a goal means on a machine, for the points of a grid."""
+    device = goal.device if hardware.platform != "cpu" else 0.0
+    bounds = space.max_num_envs, space.max_staleness, staleness_price, curiosity, goal.within(hardware).memory_bytes
+    return Limits(*map(jnp.float32, (*bounds, goal.money, goal.core, goal.gib, device)))
 
 
 def price(workload: Workload, hardware: Rates, staleness_price: Value) -> Value:
@@ -38,12 +53,20 @@ def price(workload: Workload, hardware: Rates, staleness_price: Value) -> Value:
     return taken + staleness_price * staleness(workload)
 
 
-def cost(measurement: Measurement, hardware: Hardware, staleness_price: float) -> float:
-    """What is minimised, of a measured configuration: log of its seconds plus the prices; infinite where it failed."""
+def log_rent(workload: Workload, limits: Limits) -> Value:
+    """What turns log seconds into the log of what is minimised: the weighted log of an hour's price; 0 where only time counts."""
+    held = limits.gib_price * resident_bytes(workload) / 2**30
+    hour = limits.core_price * workload.cores + held + limits.device_price * workload.num_devices
+    return limits.money * jnp.log(jnp.maximum(hour, 1e-9))
+
+
+def cost(measurement: Measurement, hardware: Hardware, limits: Limits) -> float:
+    """What is minimised, of a measured configuration: log of its seconds, rent and prices; infinite where it failed."""
     seconds = measurement.seconds_per_env_step
     if not seconds:
         return math.inf
-    return math.log(seconds) + float(price(measurement.workload, hardware_rates(hardware), staleness_price))
+    paid = price(measurement.workload, hardware_rates(hardware), limits.staleness_price) + log_rent(measurement.workload, limits)
+    return math.log(seconds) + float(paid)
 
 
 def energy(
@@ -54,8 +77,12 @@ def energy(
     tables: Tables,
     limits: Limits,
     measured: jax.Array,
+    residual: Residual,
 ) -> jax.Array:
     """Log of the predicted seconds an environment step, plus the prices; infinite where infeasible or measured already.
+
+    Less what curiosity is worth: of two that are expected to be as fast, the one that less is known of may be much faster
+    (the lower confidence bound of Cox and John, 1992).
 
     Args:
       points: int32 [C, D].
@@ -67,12 +94,19 @@ def energy(
     Everything but ``points`` is arrays, so that neither a better predictor nor another workload compiles again.
     """
     workload = workloads(base, tables, points)
-    time = log_seconds(params, workload, hardware)
-    same = (points[:, None, :] == measured[None, :, :]) | (measured == ANY)[None, :, :]
-    seen = jnp.any(jnp.all(same, axis=-1), axis=-1)
+    missed, deviation = evaluate(residual, points)
+    time = log_seconds(params, workload, hardware) + missed - limits.curiosity * deviation
+    sizes = [place.shape[0] for place in residual.places]
+    same = [
+        (jnp.arange(size, dtype=jnp.int32)[None, :] == measured[:, knob][:, None]) | (measured[:, knob][:, None] == ANY)
+        for knob, size in enumerate(sizes)
+    ]
+    matches = select(jnp.concatenate(same, axis=1).astype(jnp.float32), points, sizes)  # [M, C], knobs that are the same
+    seen = jnp.any(matches > len(sizes) - 0.5, axis=0)
     allowed = feasible(workload, limits.max_num_envs, limits.max_staleness)
-    allowed &= (resident_bytes(workload) < hardware.memory_bytes) & ~seen
-    return jnp.where(allowed, time + price(workload, hardware, limits.staleness_price), jnp.inf)
+    allowed &= (resident_bytes(workload) < jnp.minimum(hardware.memory_bytes, limits.max_bytes)) & ~seen
+    paid = log_rent(workload, limits) + price(workload, hardware, limits.staleness_price)
+    return jnp.where(allowed, time + paid, jnp.inf)
 
 
 def excluded(space: Space, known: Sequence[Sequence[int]]) -> jax.Array:
@@ -82,7 +116,7 @@ def excluded(space: Space, known: Sequence[Sequence[int]]) -> jax.Array:
     nothing else were measured twice. M is a power of two, so that few programs are compiled; filled up with what is no point.
     """
     count = len(known)
-    points = np.full((2 ** math.ceil(math.log2(max(count, 16))), len(space.knobs)), NO_POINT, np.int32)
+    points = np.full((capacity(count), len(space.knobs)), NO_POINT, np.int32)
     points[:count] = np.asarray(known, np.int32).reshape(count, len(space.knobs))
     points[:count, [knob.cost == "live" for knob in space.knobs]] = ANY
     coarse = np.where([knob.fine for knob in space.knobs], ANY, points[:count])
@@ -90,3 +124,10 @@ def excluded(space: Space, known: Sequence[Sequence[int]]) -> jax.Array:
     often = times[group.reshape(-1)] > 1
     points[:count][often] = coarse[often]
     return jnp.asarray(points)
+
+
+def every_point_with(space: Space, path: str, value: Any) -> tuple[int, ...]:
+    """What :func:`excluded` takes for every point [D] with ``value`` at ``path``, a dimension of the grid."""
+    return tuple(
+        options.index(value) if knob.path == path else ANY for knob, options in zip(space.knobs, space.choices, strict=True)
+    )

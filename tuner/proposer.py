@@ -5,24 +5,32 @@ So that a tuning makes the choices that a replay of one over a table of measurem
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from predictor import Hardware, Measurement, RuntimePredictor, Workload, hardware_rates, stack
+from predictor import Hardware, Measurement, RuntimePredictor, hardware_rates, stack
 from tuner import anneal
-from tuner.objective import Limits, cost, energy, excluded, price
-from tuner.space import Space
+from tuner.goal import Goal
+from tuner.objective import cost, energy, excluded, limits_of, log_rent, price
+from tuner.residual import capacity, evaluate, make_residual
+from tuner.space import Space, workloads
 
+CHAINS = 1024
+REHEAT = 0.3  # of the temperature that chains start at, when they go on: what was learnt since changes their energies a little
 RANDOM_EVERY = 5  # one trial in so many is drawn at random: the predictor would never see what it thinks is bad
+CURIOSITY = 1.0  # standard deviations that a trial's seconds are taken to be better than expected
+_FAILED = 2.0  # times the seconds of the slowest that ran: what one that failed counts as, so that its like are shunned
 _DRAWN = 1024  # points that a random one is drawn from: most may be infeasible
+_FASTEST = Goal()
 _NOTHING = 0.01  # a difference of this share is not worth measuring
 
 Point = tuple[int, ...]
+_energy = jax.jit(energy)
 
 
 def role_of(number: int) -> str:
@@ -34,19 +42,40 @@ class Proposer:
     """Chooses points of a grid, one after the other, from what was measured of those before."""
 
     def __init__(
-        self, space: Space, hardware: Hardware, taught: RuntimePredictor, key: jax.Array, staleness_price: float
+        self,
+        space: Space,
+        hardware: Hardware,
+        taught: RuntimePredictor,
+        key: jax.Array,
+        staleness_price: float,
+        goal: Goal = _FASTEST,
+        curiosity: float = CURIOSITY,
     ) -> None:
-        """``taught`` knows other machines and other work; ``staleness_price`` is the share of time an update of age is worth."""
+        """``taught`` knows other machines and other work; ``staleness_price`` is the share of time an update of age is worth.
+
+        ``curiosity``: how many standard deviations better than expected a trial is taken to be.
+        """
         self.space, self.hardware, self.taught, self.predictor = space, hardware, taught, taught
-        self.staleness_price = staleness_price
-        self._key_fit, self._key_anneal = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
+        self.limits, self.curiosity = limits_of(goal, hardware, space, staleness_price), curiosity
+        self._key = key
         self._known: list[tuple[Point, Measurement]] = []
         self._covered: list[Point] = []
+        self._chains: np.ndarray | None = None  # [C, D], where they stood when the last annealing ended
+        self._residual = make_residual(space, (), ())
 
     def learn(self, known: Sequence[tuple[Point, Measurement]]) -> None:
         """Everything that was measured so far, oldest first: points and what was found."""
         self._known = list(known)
-        self.predictor = self.taught.fit([measurement for _, measurement in known], key=self._key_fit)
+        # What so few say beyond the base, of a single piece of work, a network would only learn by heart.
+        self.predictor = self.taught.fit([measurement for _, measurement in known], train=False)
+        if known:
+            rows = [m.workload for _, m in known]
+            filled = rows + rows[:1] * (capacity(len(rows)) - len(rows))  # of few lengths, so that few programs are compiled
+            predicted = np.asarray(self.predictor.log_seconds(stack(filled), self.hardware))[: len(rows)]
+            found = np.array([math.log(m.seconds_per_env_step or math.inf) for _, m in known])
+            slowest = np.max(found, initial=-math.inf, where=np.isfinite(found))
+            found = np.where(np.isfinite(found), found, np.maximum(predicted, slowest) + math.log(_FAILED))
+            self._residual = make_residual(self.space, [point for point, _ in known], found - predicted)
 
     def cover(self, point: Point) -> None:
         """A point that is not to be proposed, for it would be measured as another one was."""
@@ -54,51 +83,88 @@ class Proposer:
 
     def price(self, measurement: Measurement) -> float:
         """What a measured configuration pays for cores, memory and staleness, as a share of its time."""
-        return float(price(measurement.workload, hardware_rates(self.hardware), self.staleness_price))
+        return float(price(measurement.workload, hardware_rates(self.hardware), self.limits.staleness_price))
+
+    def rent(self, measurement: Measurement) -> float:
+        """What a second of a measured configuration counts as; 1 where only time matters."""
+        return math.exp(float(log_rent(measurement.workload, self.limits)))
 
     def cost(self, measurement: Measurement) -> float:
         """What is minimised, of a measured configuration; infinite where it failed."""
-        return cost(measurement, self.hardware, self.staleness_price)
+        return cost(measurement, self.hardware, self.limits)
+
+    def _arguments(self, curiosity: float | None = None) -> tuple[Any, ...]:
+        """What the energy takes beside points."""
+        curious = jnp.float32(self.curiosity if curiosity is None else curiosity)
+        return (
+            self.predictor.params,
+            hardware_rates(self.hardware),
+            self.space.base,
+            self.space.tables(),
+            self.limits._replace(curiosity=curious),
+            excluded(self.space, [*(point for point, _ in self._known), *self._covered]),
+            self._residual,
+        )
+
+    def energies(self, points: np.ndarray) -> np.ndarray:
+        """What is annealed, of points int32 [C, D]: float32 [C], infinite of those that are not to be measured (again)."""
+        return np.asarray(_energy(jnp.asarray(points, jnp.int32), *self._arguments()))
+
+    def log_seconds(self, points: np.ndarray) -> np.ndarray:
+        """Log of the seconds an environment step that are expected of points int32 [C, D]: float32 [C]."""
+        made = workloads(self.space.base, self.space.tables(), jnp.asarray(points, jnp.int32))
+        missed, _ = evaluate(self._residual, jnp.asarray(points, jnp.int32))
+        return np.asarray(self.predictor.log_seconds(made, self.hardware) + missed)
 
     def propose(self, number: int) -> Point | None:
         """A point for trial ``number`` that was not measured: of least energy among the chains' best, or drawn at random.
 
         None when every feasible point was.
         """
-        key = jax.random.fold_in(self._key_anneal, number)
-        bounds = self.space.max_num_envs, self.space.max_staleness, self.staleness_price
-        arguments = (
-            self.predictor.params,
-            hardware_rates(self.hardware),
-            self.space.base,
-            self.space.tables(),
-            Limits(*map(jnp.float32, bounds)),
-            excluded(self.space, [*(point for point, _ in self._known), *self._covered]),
-        )
+        key = jax.random.fold_in(self._key, number)
         if role_of(number) == "random":
             points = np.asarray(jax.random.uniform(key, (_DRAWN, len(self.space.sizes))) * self.space.sizes[None, :], np.int32)
-            feasible = np.isfinite(energy(jnp.asarray(points), *arguments))
-            energies = np.where(feasible, np.arange(float(_DRAWN)), np.inf)
+            energies = np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf)
         else:
             best, _ = min(self._known, key=lambda known: self.cost(known[1]))
-            found = anneal.run(key, energy, self.space.sizes, initial=best, args=arguments)
+            found = anneal.run(
+                key,
+                energy,
+                self.space.sizes,
+                chains=CHAINS,
+                initial=self._starts(best),
+                heat=1.0 if self._chains is None else REHEAT,
+                args=self._arguments(),
+            )
+            self._chains = np.asarray(found.current)
             points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
         index = int(np.argmin(energies))
         return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
 
-    def further_loop_counts(self, workload: Workload) -> list[int]:
-        """Other loop counts to be timed in a workload's process: the one expected to be best, and the farthest off.
+    def _starts(self, best: Point) -> np.ndarray:
+        """[C, D]: every second chain starts at the best there is, the others go on from where they stood."""
+        starts = np.full((CHAINS, len(best)), -1, np.int32) if self._chains is None else self._chains.copy()
+        starts[::2] = best
+        return starts
 
-        None where each is a program of its own, or dispatching is expected to cost next to nothing: slow bursts are dear.
+    def further_loop_counts(self, point: Point) -> list[int]:
+        """Other loop counts to be timed in the process that measures a point: the one expected to be best.
+
+        And in the first process of all the farthest off, which tells what dispatching costs. None where each is a program of its
+        own, or dispatching is expected to cost next to nothing: slow bursts are dear.
         """
-        if workload.sebulba:
+        live = [knob.path == "runtime.loop_count" and knob.cost == "live" for knob in self.space.knobs]
+        if not any(live):
             return []
-        own = int(workload.loop_count)
-        options = list(dict.fromkeys([own, *self.space.options("runtime.loop_count")]))
-        workloads = [dataclasses.replace(workload, loop_count=float(n)) for n in options]
-        seconds = np.exp(np.asarray(self.predictor.log_seconds(stack(workloads), self.hardware)))
-        if np.max(seconds) < (1.0 + _NOTHING) * np.min(seconds):
+        axis = live.index(True)
+        options, own = self.space.choices[axis], point[axis]
+        points = np.tile(np.array(point, np.int32), (len(options), 1))
+        points[:, axis] = np.arange(len(options))
+        expected = np.asarray(_energy(jnp.asarray(points), *self._arguments(curiosity=0.0)))
+        if not np.isfinite(expected).all() or np.ptp(expected) < _NOTHING:
             return []
-        best = options[int(np.argmin(seconds))]
-        farthest = max(options, key=lambda n: abs(math.log(n / own)))
-        return [n for n in dict.fromkeys([best, farthest]) if n != own]
+        best = int(np.argmin(expected))
+        wanted = [best] if expected[own] - expected[best] > _NOTHING else []
+        if not self._known:
+            wanted.append(max(range(len(options)), key=lambda i: abs(math.log(options[i] / options[own]))))
+        return [int(options[i]) for i in dict.fromkeys(wanted)]

@@ -1,20 +1,16 @@
-"""What people see of a tuning: progress on stderr, a table of trials, a plot of the history, closing tables."""
+"""What people see of a tuning at its end: a table of trials, a plot of the history, closing tables."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
-from predictor import Outcome
+from predictor import Hardware, Outcome
 from tuner.bridge import Config
 from tuner.history import Trial
 
@@ -22,51 +18,18 @@ if TYPE_CHECKING:
     from tuner.result import TuneResult
 
 
-class Progress:
-    """A bar over the budget and a line a trial, on stderr. Use as a context manager."""
+_COLORS = {
+    "baseline": "black",
+    "annealed": "tab:blue",
+    "random": "tab:orange",
+    "shared": "tab:cyan",
+    "balanced": "tab:purple",
+}
 
-    def __init__(self, budget: float, *, quiet: bool):
-        self._console, self._stack = Console(stderr=True, quiet=quiet), ExitStack()
-        self._bar = Bar(
-            TextColumn("tuning"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("of {task.fields[budget]:.0f} s"),
-            TextColumn("{task.fields[doing]}"),
-            console=self._console,
-            disable=quiet or not sys.stderr.isatty(),
-            transient=True,
-        )
-        self._task = self._bar.add_task("tuning", total=budget, budget=budget, doing="")
 
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-        self._bar.stop()
-
-    def enter(self, held: IO[str]) -> None:
-        """Closes ``held`` when the tuning ends."""
-        self._stack.enter_context(held)
-
-    def say(self, text: str) -> None:
-        """One line."""
-        self._console.print(text, highlight=False, soft_wrap=True)
-
-    def trial(self, number: int, role: str, what: str, expected: float, elapsed: float) -> None:
-        """A trial that begins."""
-        self._bar.update(
-            self._task, completed=elapsed, doing=f"trial {number} ({role}): {what}, expecting {1 / expected:,.0f} steps/s"
-        )
-
-    def measured(self, trial: Trial, baseline: Trial) -> None:
-        """A trial that is safely kept."""
-        self._bar.update(self._task, completed=trial.elapsed)
-        self.say(
-            f"{trial.elapsed:6.1f} s  trial {trial.number:2d}  {_result(trial, baseline)}  {trial.role} {moved(trial, baseline)}"
-        )
+def trial_line(trial: Trial, baseline: Trial) -> str:
+    """A trial in one line."""
+    return f"{trial.elapsed:6.1f} s  trial {trial.number:2d}  {_result(trial, baseline)}  {trial.role} {moved(trial, baseline)}"
 
 
 def _result(trial: Trial, baseline: Trial) -> str:
@@ -141,6 +104,13 @@ def wait_rows(waits: Mapping[str, float], most: int = 5) -> dict[str, str]:
     return {"threads waiting": ", ".join(f"{name} {share:.2f}" for name, share in longest)} if waits else {}
 
 
+def precision_rows(result: TuneResult) -> dict[str, str]:
+    """The chosen precision level, and what was found of those that were faster than the start's."""
+    level, before = result.config.precision.level, result.start.precision.level
+    rows = {"precision": f"{level}, as before" if level == before else f"{level} instead of {before}"}
+    return rows | {f"drift of {drift.level}": drift.explain() for drift in result.drifts}
+
+
 def closing_rows(result: TuneResult) -> dict[str, Any]:
     """The rows of the closing table: default against tuned, predicted against measured, allocation, balance."""
     start, ours = result.start_measurement, result.measurement
@@ -150,6 +120,9 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
         rows["tuned"] = f"{1 / ours.seconds_per_env_step:,.0f} environment steps/s, {result.speedup:.2f}x, in alternation"
         predicted = result.predicted["env_steps_per_second"]
         rows["predicted"] = f"{predicted:,.0f} environment steps/s, {predicted * ours.seconds_per_env_step - 1:+.0%} of measured"
+    if result.objective != "time" and result.gain is not None:
+        rows["objective"] = f"{result.objective}: {result.gain:.2f} times as good"
+    rows |= precision_rows(result)
     rows |= pipeline_row(result.config)
     if start is not None and ours is not None and start.batch_staleness is not None and ours.batch_staleness is not None:
         rows["age of targets"] = f"{ours.batch_staleness:.1f} updates; {start.batch_staleness:.1f} by default"
@@ -169,6 +142,23 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
     return rows
 
 
+def machine_rows(hardware: Hardware) -> dict[str, Any]:
+    """A fingerprint for people."""
+    return {
+        "processor": hardware.cpu,
+        "cores": hardware.cores,
+        "memory": f"{hardware.memory_bytes / 2**30:.1f} GiB",
+        "device": f"{hardware.devices} x {hardware.device} ({hardware.platform})",
+        "device memory": f"{hardware.device_memory_bytes / 2**30:.1f} GiB",
+        "float32 products": f"{hardware.float32_flops / 1e9:,.0f} GFLOP/s",
+        "float32 products, one core": f"{hardware.one_core_flops / 1e9:,.0f} GFLOP/s",
+        "bfloat16 products": f"{hardware.bfloat16_flops / 1e9:,.0f} GFLOP/s",
+        "copies": f"{hardware.copy_bytes_per_second / 1e9:,.1f} GB/s",
+        "dispatch": f"{hardware.dispatch_seconds * 1e6:,.0f} microseconds",
+        "small operation in a loop": f"{hardware.operation_seconds * 1e6:,.2f} microseconds",
+    }
+
+
 def draw_history(path: Path, trials: Sequence[Trial], title: str) -> None:
     """``tuning.png``: measured and expected speed by trial, and the best so far."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -182,7 +172,7 @@ def draw_history(path: Path, trials: Sequence[Trial], title: str) -> None:
     speed = [1 / trial.seconds for trial in ran if trial.seconds]
     axes.vlines(numbers, speed, [1 / trial.predicted for trial in ran], color="tab:gray", alpha=0.5, linewidth=1)
     axes.plot(numbers, [1 / trial.predicted for trial in ran], "x", color="tab:gray", label="expected before it ran")
-    for role, color in (("baseline", "black"), ("annealed", "tab:blue"), ("random", "tab:orange"), ("shared", "tab:cyan")):
+    for role, color in _COLORS.items():
         chosen = [(n, v) for n, v, trial in zip(numbers, speed, ran, strict=True) if trial.role == role]
         if chosen:
             axes.plot(*zip(*chosen, strict=True), "o", color=color, label=role)

@@ -15,7 +15,7 @@ from tuner.bridge import Config
 _GIB = 2**30
 _MEMORY = np.array([name == "memory_bytes" for name in allocate.RESOURCES])
 _MEMORY_GRAIN = 4  # allocations of memory are whole quarters of a GiB
-_BUSY = 0.9  # of the cores a run was given: above, cores are what its threads wait for
+BUSY = 0.9  # of the cores a run was given: above, cores are what its threads wait for
 _LEAST_LEARNING = 0.25  # share of a learner's time: where it waits longer still, it is not known how much faster it could be
 _DEVICE_MINIMUM = 1.2  # over the predicted peak: below, fragmentation ends a run
 
@@ -36,7 +36,7 @@ def need_of(config: Config, measured: Measurement, hardware: Hardware) -> np.nda
     Its use; under sebulba, where the learner waited for batches while all cores were busy, the cores that would have fed it.
     """
     need = use_of(measured)
-    if need[0] >= _BUSY * allocation_of(config, hardware)[0]:
+    if need[0] >= BUSY * allocation_of(config, hardware)[0]:
         need[0] /= max(1.0 - measured.waits.get("batch_get", 0.0), _LEAST_LEARNING)
     return need
 
@@ -49,10 +49,12 @@ def allocation_of(config: Config, hardware: Hardware) -> np.ndarray:
     return np.array([m if x is None else x for x, m in zip((given.cores, memory, device), most, strict=True)], np.float32)
 
 
-def limits(hardware: Hardware, use: np.ndarray | None = None) -> allocate.Limits:
-    """What keeps a run of predicted ``use`` [R] alive, and what the machine has."""
+def limits(hardware: Hardware, use: np.ndarray | None = None, most: np.ndarray | None = None) -> allocate.Limits:
+    """What keeps a run of predicted ``use`` [R] alive, and what the machine has, or ``most`` [R] of it that was asked for."""
     device = hardware.device_memory_bytes if hardware.platform != "cpu" else 0.0
     maximum = np.array([hardware.cores, hardware.memory_bytes, device], np.float32)
+    if most is not None:
+        maximum = np.minimum(maximum, most)
     if use is None:
         return allocate.Limits(np.zeros_like(maximum), maximum)
     return allocate.Limits(np.array([1.0, use[1] + allocate.SAFETY_BYTES, use[2] * _DEVICE_MINIMUM], np.float32), maximum)
@@ -73,10 +75,31 @@ def _seen(measured: Measurement) -> np.ndarray:
     return np.where(_MEMORY & measured.from_cache, np.float32(np.nan), used)
 
 
-def next_allocation(current: np.ndarray, use: np.ndarray, temperature: float, hardware: Hardware) -> np.ndarray:
-    """A round's allocation [R]: the last one, moved as its balance factor says, kept between the limits."""
-    wanted = allocate.demand(use, np.ones_like(use), temperature)
-    return np.array(allocate.allocate(balance.rebalance(current, wanted), limits(hardware, use)))
+def next_allocation(
+    state: balance.State,
+    use: np.ndarray,
+    temperature: float,
+    hardware: Hardware,
+    most: np.ndarray | None = None,
+    worth: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[balance.State, np.ndarray]:
+    """The allocation [R] of a run that is predicted to use ``use`` [R], and the state it comes from.
+
+    The state's, which one more correction brings nearer to this run's demand, kept between the limits of this run. Of another
+    configuration than the last one, so that its time says nothing of the last move. ``worth``: what the predictor expects of more
+    and of less, [R] each, which decides ties.
+    """
+    wanted = np.asarray(allocate.demand(use, np.ones_like(use), temperature))
+    gain, loss = worth or (np.zeros_like(wanted), np.zeros_like(wanted))
+    seen = balance.Seen(math.nan, wanted, limits(hardware, use, most), gain, loss)
+    state = balance.correct(state, seen)
+    return state, np.array(allocate.allocate(state.allocated, seen.limits))
+
+
+def for_training(use: np.ndarray, hardware: Hardware, most: np.ndarray) -> np.ndarray:
+    """What a configuration that used ``use`` [R] is given to train with: its demand, between the limits."""
+    wanted = allocate.demand(use, np.ones_like(use), 0.0)
+    return np.array(allocate.allocate(wanted, limits(hardware, use, most)))
 
 
 def with_allocation(config: Config, allocated: np.ndarray, hardware: Hardware, cores: Sequence[int]) -> Config:
@@ -90,8 +113,26 @@ def with_allocation(config: Config, allocated: np.ndarray, hardware: Hardware, c
     changes: dict[str, Any] = {"allocation.memory_gib": memory}
     changes["allocation.cores"] = min((n for n in cores if n >= wanted), default=wanted)
     if hardware.platform != "cpu":
-        changes["allocation.device_memory"] = round(float(allocated[2]) / hardware.device_memory_bytes, 3)
+        thousandths = math.ceil(1e3 * float(allocated[2]) / hardware.device_memory_bytes)
+        changes["allocation.device_memory"] = min(max(thousandths, 1), 1000) / 1e3
+    if hardware.platform == "gpu":
+        changes["allocation.devices"] = devices_of(config, hardware)
     return config.replace(changes)
+
+
+def devices_of(config: Config, hardware: Hardware) -> int:
+    """Accelerators that a configuration has work for; seeing no others, its roles are on the same ones.
+
+    The rule by which roles share devices where there are too few for each is the runtime's.
+    """
+    runtime = config.runtime
+    if runtime.kind != "sebulba":
+        return runtime.num_devices
+    acting, searching, learning = runtime.acting_devices, runtime.searching_devices, runtime.learning_devices
+    for needed in (acting + searching + learning, max(acting, searching) + learning):
+        if needed <= hardware.devices:
+            return needed
+    return max(acting, searching, learning)
 
 
 def balance_of(config: Config, use: np.ndarray, hardware: Hardware) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from predictor import Hardware, Measurement
 from tuner.bridge import Config, UserError
+from tuner.drift import Drift
 from tuner.history import Trial
 
 
@@ -28,6 +29,9 @@ class TuneResult:
     seconds: float
     hardware: Hardware
     history: tuple[Trial, ...]
+    objective: str = "time"  # what was minimised
+    gain: float | None = None  # start over tuned, in what was minimised; the speedup where that is time
+    drifts: tuple[Drift, ...] = ()  # of the precision levels that were faster than the start's
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints and result.json holds: plain values."""
@@ -36,6 +40,8 @@ class TuneResult:
             "out": self.out,
             "finished": self.finished,
             "speedup": self.speedup,
+            "objective": self.objective,
+            "gain": self.gain,
             "start_env_steps_per_second": start.env_steps_per_second if start else None,
             "tuned_env_steps_per_second": ours.env_steps_per_second if ours else None,
             "predicted_env_steps_per_second": self.predicted["env_steps_per_second"],
@@ -47,6 +53,7 @@ class TuneResult:
             "start_measurement": start.to_dict() if start else None,
             "measurement": ours.to_dict() if ours else None,
             "predicted": self.predicted,
+            "drifts": [drift.to_dict() | {"accepted": drift.accepted, "says": drift.explain()} for drift in self.drifts],
         }
 
     @classmethod
@@ -63,10 +70,14 @@ class TuneResult:
                 measurement=measured[1],
                 hardware=hardware,
                 history=tuple(history),
+                drifts=tuple(Drift.from_dict(drift) for drift in tree["drifts"]),
                 balance=tree["balance_factor"],
-                **{name: tree[name] for name in ("out", "finished", "speedup", "predicted", "verdict", "seconds")},
+                **{
+                    name: tree[name]
+                    for name in ("out", "finished", "speedup", "objective", "gain", "predicted", "verdict", "seconds")
+                },
             )
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UserError("result.json", None, f"is not a result ({error}); delete it to compare again") from None
 
 

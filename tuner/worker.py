@@ -14,7 +14,10 @@ from typing import Any
 
 
 def _take_allocation(request: dict[str, Any]) -> None:
-    """Before jax is imported: XLA sizes its thread pool and its share of an accelerator once, when it starts."""
+    """Before jax is imported: XLA sizes its thread pool and its share of an accelerator once, when it starts.
+
+    What it sees of accelerators is read when a device is first touched: ``allocated`` is early enough for that.
+    """
     allocation = request["allocation"]
     if allocation.get("cores") is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: allocation["cores"]])
@@ -57,9 +60,15 @@ def main() -> None:
 
             answer(**measure_rates())
             return
-        from tuner.bridge import Config, Session, allocated
+        from tuner.bridge import Config, Session, allocated, enable_cache, measure_drift
 
         config = Config.from_dict(request["config"])
+        if request["kind"] == "drift":
+            enable_cache()
+            with allocated(config):
+                found = measure_drift(config, request["levels"], seconds=request["seconds"], examples=request["examples"])
+            answer(levels=found)
+            return
         with allocated(config), contextlib.closing(Session(config)) as session:
             names = ("compile_seconds", "warmup_seconds", "from_cache")
             answer(**{name: getattr(session, name) for name in names})

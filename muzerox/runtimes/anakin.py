@@ -7,13 +7,13 @@ keep the replay ratio, so ``loop_count`` changes how often the host is asked and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh
 
 from muzerox import replay
 from muzerox.compilation import compile_beside
@@ -57,16 +57,6 @@ def _pace(config: Config) -> tuple[int, int, int]:
         raise ConfigError("train.replay_ratio", config.train.replay_ratio, rule, whole)
     first = max(math.ceil(config.replay.min_size / config.runtime.num_envs), config.sequence_length)
     return earned // shared, cost // shared, first
-
-
-def _check_memory(config: Config, mesh: Mesh, ring: ReplayState) -> None:
-    """Raises ConfigError when the replay alone is more than the devices hold."""
-    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(ring))
-    held = placement.memory(mesh)
-    if held is not None and needed > held:
-        capacity = config.replay.capacity
-        rule = f"takes {needed / 2**30:,.1f} GiB, and there are {held / 2**30:,.1f}"
-        raise ConfigError("replay.capacity", capacity, rule, int(capacity * held / needed) // 2)
 
 
 def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
@@ -134,7 +124,8 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
         return jax.lax.fori_loop(0, count, iteration, (state, EpisodeStats.zero(), zeros, jnp.float32(0.0)))
 
     example = jax.eval_shape(init, jax.random.key(0))
-    _check_memory(config, mesh, example.replay)
+    on_host = config.replay.placement == "host" or mesh.devices.flat[0].platform == "cpu"
+    placement.check_replay(config, example.replay, on_host=on_host, device_bytes=None if on_host else placement.memory(mesh))
     shardings = placement.replicate(mesh, example).replace(
         actors=placement.split_axis(mesh, example.actors, 0),
         replay=placement.place_storage(config.replay, placement.split_axis(mesh, example.replay, 1)),
@@ -163,7 +154,13 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
         rows = math.ceil(env_steps / num_envs) - first_rows
         return 1 + max(0, -(-rows * cost // earned))  # rounded up
 
-    return Runtime(jit_init, run, updates_at, jit_prefill)
+    def draw(state: RunState, key: jax.Array, count: int, gather: Callable[..., Any]) -> Any:
+        def drawn(key: jax.Array, ring: ReplayState) -> Any:
+            return gather(ring.storage, replay.sample(config.replay, key, ring, count, config.sequence_length))
+
+        return jax.jit(drawn)(key, state.replay)
+
+    return Runtime(jit_init, run, updates_at, jit_prefill, draw)
 
 
 def _report(num_envs: int, made: int, state: RunState, outputs: list[Any]) -> Report:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from muzerox.allocation import available_cores, available_memory
-from muzerox.config import ReplayConfig
+from muzerox.allocation import GIB, available_cores, available_memory, resident_memory
+from muzerox.config import Config, ReplayConfig
 from muzerox.errors import ConfigError
 from muzerox.replay import ReplayState
 from muzerox.sections import RuntimeConfig
@@ -98,6 +99,34 @@ def memory(mesh: Mesh) -> int | None:
         return available_memory()
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     return sum(filter(None, limits)) if all(limits) else None
+
+
+def check_replay(config: Config, ring: Any, *, on_host: bool, device_bytes: int | None) -> None:
+    """Raises ConfigError when the replay alone is more than the memory that it is to lie in, with the capacity that would fit.
+
+    Args:
+      ring: the replay, or its shapes.
+      on_host: it lies in the host's memory, of which the process may hold ``allocation.memory_gib``.
+      device_bytes: of the devices that it is split over together; None where they do not tell.
+    """
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(ring))
+    limit, whose, capacity = device_bytes, "there are", config.replay.capacity
+    if on_host:
+        limit, given = available_memory(), config.allocation.memory_gib
+        if given is not None and given * GIB < limit:
+            limit, whose = int(given * GIB), "allocation.memory_gib is not enough memory:"
+    if limit is None or needed <= limit:
+        return
+    # Saving copies it, and the process itself takes what it holds by now.
+    held = resident_memory() if on_host else 0
+    fits = int(capacity * max(limit - held, 0) / needed) // 2
+    rule = f"takes {needed / GIB:,.1f} GiB, and {whose} {limit / GIB:,.1f}"
+    nearest: Any = fits
+    try:
+        config.replace("replay.capacity", fits)
+    except ConfigError:  # so few transitions that other settings would have to change too
+        nearest = f"allocation.memory_gib = {math.ceil(4.0 * (2 * needed + held) / GIB) / 4.0:g}" if on_host else None
+    raise ConfigError("replay.capacity", capacity, rule, nearest)
 
 
 def split_axis(mesh: Mesh, tree: Any, axis: int) -> Any:

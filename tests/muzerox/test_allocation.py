@@ -94,8 +94,67 @@ def test_a_share_of_the_accelerator_is_taken_before_jax_starts_or_refused() -> N
 
 
 @pytest.mark.parametrize(
+    ("named", "there", "visible"),
+    [
+        (None, 3, ["0", "1", "2"]),
+        ("2,0", 3, ["2", "0"]),
+        ("GPU-8932f937", 3, ["GPU-8932f937"]),
+        ("", 3, []),
+        ("-1", 3, []),
+        ("0", 0, []),
+        (None, 11, [str(n) for n in range(11)]),  # in the order of numbers
+    ],
+)
+def test_gpus_are_those_of_the_machine_or_of_them_those_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str | None, there: int, visible: list[str]
+) -> None:
+    for name in ("nvidiactl", "nvidia-uvm", "null", *(f"nvidia{n}" for n in range(there))):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert allocation.visible_gpus(str(tmp_path)) == visible
+
+
+VISIBLE = """
+import functools, os, sys
+from muzerox import allocation
+from muzerox.config import AllocationConfig
+allocation.visible_gpus = functools.partial(allocation.visible_gpus, sys.argv[1])  # the files of a machine with four
+import jax
+with allocation.applied(AllocationConfig(devices=2)):
+    print(os.environ["CUDA_VISIBLE_DEVICES"], jax.device_count())
+with allocation.applied(AllocationConfig(devices=2)):
+    print("the same again")
+for devices in (1, 3):
+    try:
+        with allocation.applied(AllocationConfig(devices=devices)):
+            print("never")
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_gpus_are_hidden_before_jax_starts_or_it_is_refused(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")}
+    environment["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, "-c", VISIBLE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    first, again, late, more = done.stdout.splitlines()
+    assert (first, again) == ("0,1 1", "the same again")
+    assert "JAX has already started" in late
+    assert more == "allocation.devices = 3: this process may use 2 GPUs; nearest valid: 2"
+
+
+@pytest.mark.parametrize(
     ("given", "path"),
-    [({"cores": CORES + 1}, "allocation.cores"), ({"memory_gib": 1e6}, "allocation.memory_gib")],
+    [
+        ({"cores": CORES + 1}, "allocation.cores"),
+        ({"memory_gib": 1e6}, "allocation.memory_gib"),
+        ({"devices": 4096}, "allocation.devices"),
+    ],
 )
 def test_more_than_the_machine_has_is_refused(given: dict[str, float], path: str) -> None:
     with pytest.raises(ConfigError, match="nearest valid") as caught, allocation.applied(AllocationConfig(**given)):
@@ -103,10 +162,25 @@ def test_more_than_the_machine_has_is_refused(given: dict[str, float], path: str
     assert caught.value.path == path
 
 
-def test_a_training_that_needs_more_than_its_memory_says_so_in_one_line(tmp_path: Path, tiny_options: list[str]) -> None:
-    # Enough to start Python and JAX, too little for a replay of 1.5 GiB.
-    command = [sys.executable, "-m", "muzerox", "train", *tiny_options, "--out", str(tmp_path / "run")]
+@pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "gymnasium:CartPole-v1"])
+def test_a_replay_that_its_memory_cannot_hold_is_refused_with_what_would_fit(
+    tmp_path: Path, tiny_options: list[str], env: str
+) -> None:
+    command = [sys.executable, "-m", "muzerox", "train", "--env", env, *tiny_options, "--out", str(tmp_path / "run")]
     command += ["--set", "allocation.memory_gib=1.0", "--set", "replay.capacity=40000000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "replay.capacity = 40000000: takes " in line
+    assert "allocation.memory_gib" in line
+    assert 10**6 < int(line.rpartition("nearest valid: ")[2]) < 15 * 10**6
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_that_needs_more_than_its_memory_says_so_in_one_line(tmp_path: Path, tiny_options: list[str]) -> None:
+    # Enough to start Python and JAX and for a replay of 0.8 GiB, not for both.
+    command = [sys.executable, "-m", "muzerox", "train", *tiny_options, "--out", str(tmp_path / "run")]
+    command += ["--set", "allocation.memory_gib=1.0", "--set", "replay.capacity=16000000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr
     assert "out of memory" in done.stderr.splitlines()[-1]

@@ -7,40 +7,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tiny_runs import TINY, make_tiny_runtime
 
 from muzerox import Config, resume, train
-from muzerox.algorithms import make_algorithm
 from muzerox.checkpoint import Checkpoints
-from muzerox.envs import make_env
 from muzerox.run_dir import RunDir
-from muzerox.runtimes import make_runtime
-from muzerox.types import Runtime
 
-TINY = {
-    "network.width": 8,
-    "search.num_simulations": 2,
-    "replay.capacity": 1024,
-    "replay.min_size": 128,
-    "runtime.num_envs": 8,
-    "runtime.loop_count": 2,
-    "train.batch_size": 16,
-    "train.unroll_steps": 2,
-    "train.td_steps": 3,
-    "train.reanalyze_fraction": 0.25,
-    "train.target_return": None,
-    "train.eval_episodes": 2,
-    "train.eval_period": 256,
-    "train.max_env_steps": 512,
-}
+SETTINGS = TINY | {"replay.capacity": 1024, "train.reanalyze_fraction": 0.25, "train.eval_period": 256}
 
 
 def tiny_config(env: str = "gymnax:CartPole-v1") -> Config:
-    return Config.preset(env).replace(TINY)
-
-
-def make_tiny_runtime(config: Config) -> Runtime:
-    env = make_env(config.env)
-    return make_runtime(config, env, make_algorithm(config, env.spec))
+    return Config.preset(env).replace(SETTINGS)
 
 
 def assert_same(a: object, b: object) -> None:

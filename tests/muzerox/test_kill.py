@@ -97,7 +97,7 @@ def test_kills_lose_nothing(env: str, changes: dict[str, Any], kills: int, tmp_p
 
 
 @pytest.mark.parametrize(("env", "changes"), [ANAKIN[:2], SEBULBA[:2]])
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_draws_and_says_how_to_go_on(
     asked: signal.Signals, env: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -40,6 +42,20 @@ def test_the_correction_is_the_median_of_measured_over_predicted() -> None:
     np.testing.assert_allclose(allocate.correction(np.zeros((0, 3)), np.zeros((0, 3))), [1.0, 1.0, 1.0])
 
 
+@settings(deadline=None)  # the first call compiles
+@given(amounts, amounts)
+def test_a_correction_moves_towards_the_demand_and_never_past_it(allocated: np.ndarray, wanted: np.ndarray) -> None:
+    room = allocate.Limits(np.zeros(3), np.full(3, 1e9))
+    for given_, needed in zip(allocated.astype(float), wanted.astype(float), strict=True):
+        seen = balance.Seen(1.0, needed, room, np.zeros(3), np.zeros(3))
+        after = balance.correct(balance.start(given_), seen).allocated
+        assert (after >= np.minimum(given_, needed) - 1e-6).all()
+        assert (after <= np.maximum(given_, needed) + 1e-6).all()
+        assert (after != given_).sum() <= 1  # one resource a correction
+        near = np.abs(given_ - needed) < (balance.THRESHOLD - 1e-3) * needed
+        np.testing.assert_array_equal(after[near], given_[near])
+
+
 def test_the_balance_factor_is_the_mean_over_resources_that_are_wanted() -> None:
     assert float(balance.balance_factor([2.0, 8.0, 0.0], [1.0, 4.0, 0.0])) == pytest.approx(2.0)
     assert float(balance.balance_factor([2.0, 2.0, 1.0], [1.0, 4.0, 2.0])) == pytest.approx(3.0 / 3.0)
@@ -51,30 +67,6 @@ def test_the_balance_factor_is_the_mean_over_resources_that_are_wanted() -> None
 )
 def test_verdicts(factor: float, expected: Verdict) -> None:
     assert balance.verdict(factor, 0.25) == expected
-
-
-def test_over_allocated_reduces_processor_and_memory_first() -> None:
-    # B = (4 + 3 + 1) / 3: without CPU and memory above demand it is 1, so the accelerator keeps its share.
-    np.testing.assert_allclose(balance.rebalance([4.0, 3.0, 1.0], [1.0, 1.0, 1.0]), [1.0, 1.0, 1.0])
-    np.testing.assert_allclose(balance.rebalance([4.0, 3.0, 1.5], [1.0, 1.0, 1.0]), [1.0, 1.0, 1.5])
-    np.testing.assert_allclose(balance.rebalance([1.0, 1.0, 9.0], [1.0, 1.0, 1.0]), [1.0, 1.0, 1.0])  # that alone was not enough
-
-
-def test_starved_increases_the_accelerator_first_and_the_bottleneck_otherwise() -> None:
-    np.testing.assert_allclose(balance.rebalance([0.5, 1.0, 0.4], [1.0, 1.0, 1.0]), [0.5, 1.0, 1.0])
-    np.testing.assert_allclose(balance.rebalance([0.2, 1.0, 1.0], [1.0, 2.0, 1.0]), [1.0, 1.0, 1.0])  # it has enough
-    np.testing.assert_allclose(balance.rebalance([1.0, 1.0, 0.0], [2.0, 4.0, 0.0]), [1.0, 4.0, 0.0])  # there is none
-
-
-@settings(deadline=None)  # the first call compiles
-@given(amounts, amounts)
-def test_rebalancing_moves_towards_the_demand_and_never_past_it(allocated: np.ndarray, wanted: np.ndarray) -> None:
-    after = np.asarray(balance.rebalance(allocated, wanted))
-    assert (after >= np.minimum(allocated, wanted) - 1e-6).all()
-    assert (after <= np.maximum(allocated, wanted) + 1e-6).all()
-    factor = np.asarray(balance.balance_factor(allocated, wanted))
-    balanced = np.abs(factor - 1.0) < balance.THRESHOLD - 1e-3
-    np.testing.assert_array_equal(after[balanced], allocated[balanced])
 
 
 def test_a_configuration_is_given_whole_cores_and_quarters_of_a_gibibyte(machine: Hardware) -> None:
@@ -93,13 +85,38 @@ def test_a_configuration_is_given_whole_cores_and_quarters_of_a_gibibyte(machine
 def test_the_next_allocation_follows_the_balance(machine: Hardware) -> None:
     use = np.array([1.0, 2**30, 0.0], np.float32)
     everything = np.asarray(resources.limits(machine).maximum)
-    first = resources.next_allocation(everything, use, 1.0, machine)
-    assert (first[:2] < everything[:2]).all()  # over-allocated
-    later = resources.next_allocation(first, use, 0.0, machine)
-    assert (later[:2] <= first[:2]).all()
-    assert later[1] >= use[1] + allocate.SAFETY_BYTES  # what keeps it alive
-    starved = resources.next_allocation(np.array([1.0, 2**30, 0.0]), use * 3.5, 0.0, machine)
-    assert starved[0] > 1.0 or starved[1] > 2**30
+    state, first = resources.next_allocation(balance.start(everything), use, 1.0, machine)
+    # 4 cores and 8 GiB where 1.75 of each are wanted: memory is farthest over, and moves alone.
+    np.testing.assert_allclose(first, [4.0, 1.75 * 2**30, 0.0])
+    state, second = resources.next_allocation(state, use, 1.0, machine)
+    np.testing.assert_allclose(second, [1.75, 1.75 * 2**30, 0.0])
+    state, last = resources.next_allocation(state, use, 0.0, machine)
+    assert last[1] >= use[1] + allocate.SAFETY_BYTES  # what keeps it alive, whatever was given before
+    _, capped = resources.next_allocation(state, use, 1.0, machine, np.array([1.0, 2**30, 0.0], np.float32))
+    np.testing.assert_allclose(capped, [1.0, 2**30, 0.0])  # no more than was asked for
+
+
+def test_a_training_is_given_its_measured_demand_between_the_limits(machine: Hardware) -> None:
+    use = np.array([1.6, 4 * 2**30, 0.0], np.float32)
+    most = np.array([4.0, 8 * 2**30, 0.0], np.float32)
+    np.testing.assert_allclose(resources.for_training(use, machine, most), [2.0, 5 * 2**30, 0.0])
+    np.testing.assert_allclose(resources.for_training(use * 0.1, machine, most), [1.0, 0.4 * 2**30 + allocate.SAFETY_BYTES, 0.0])
+    np.testing.assert_allclose(resources.for_training(use * 10.0, machine, most), most)
+
+
+@pytest.mark.parametrize(
+    ("roles", "devices", "visible"),
+    [((2, 1, 1), 8, 4), ((2, 2, 1), 3, 3), ((2, 1, 1), 2, 2), ((1, 1, 1), 1, 1), ((1, 1, 1), 4, 3)],
+)
+def test_a_configuration_sees_the_accelerators_that_it_has_work_for(
+    machine: Hardware, roles: tuple[int, int, int], devices: int, visible: int
+) -> None:
+    names = ("runtime.acting_devices", "runtime.searching_devices", "runtime.learning_devices")
+    config = Config().replace({"runtime.kind": "sebulba", **dict(zip(names, roles, strict=True))})
+    gpus = dataclasses.replace(machine, platform="gpu", devices=devices, device_memory_bytes=40 * 2**30)
+    given_ = resources.with_allocation(config, np.array([2.0, 2**30, 10 * 2**30]), gpus, ()).allocation
+    assert (given_.devices, given_.device_memory) == (visible, 0.25)
+    assert resources.with_allocation(config, np.array([2.0, 2**30, 0.0]), machine, ()).allocation.devices is None
 
 
 def test_the_balance_of_a_run_comes_from_what_it_was_measured_to_use(machine: Hardware, workload: Workload) -> None:

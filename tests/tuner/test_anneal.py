@@ -288,7 +288,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"chains": 2.0}, "chains = 2.0: must be an integer of at least 1"),
     ({"steps": -1}, "steps = -1: must be at least 0; nearest valid: 0"),
     ({"resample": -2}, "resample = -2: must be at least 0"),
-    ({"initial": [0]}, "initial = [0]: must be a list of 2 integers; nearest valid: [0, 0]"),
+    ({"initial": [0]}, "initial = [0]: must be a list of 2 integers, or one for each of 8 chains; nearest valid: [0, 0]"),
+    ({"initial": [[0, 0]] * 7}, "must be a list of 2 integers, or one for each of 8 chains"),
+    ({"initial": [[-2, 0]] * 8}, "must be from -1 to sizes - 1 each; nearest valid: [[-1, 0],"),
     ({"initial": [0.0, 1.0]}, "must be a list of 2 integers"),
     ({"initial": [-1, 7]}, "initial = [-1, 7]: must be from 0 to sizes - 1 each; nearest valid: [0, 2]"),
     ({"initial_temperature": 0.0}, "initial_temperature = 0.0: must be from 1e-30 to 1e+30; nearest valid: 1e-30"),
@@ -298,7 +300,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cooling": 1.0}, "cooling = 1.0: must be greater than 0 and less than 1; nearest valid: 0.99"),
     ({"cooling": 0.0}, "cooling = 0.0"),
     ({"uniform": 1.5}, "uniform = 1.5: must be from 0 to 1; nearest valid: 1.0"),
-    ({"width": 0.0}, "width = 0.0: must be greater than 0 and finite; nearest valid: 0.1"),
+    ({"width": 0.0}, "width = 0.0: must be greater than 0 and finite; nearest valid: 0.25"),
+    ({"heat": math.inf}, "heat = inf: must be greater than 0 and finite; nearest valid: 1.0"),
+    ({"candidates": 0}, "candidates = 0: must be at least 1; nearest valid: 1"),
 ]
 
 

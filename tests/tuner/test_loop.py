@@ -15,10 +15,12 @@ import tuner
 from muzerox import Config, UserError
 from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
 from tuner.bridge import load_config
+from tuner.comparison import MIN_GAIN
 from tuner.history import TuneDir
-from tuner.loop import MIN_GAIN, space_around
+from tuner.neighbourhood import space_around
 from tuner.objective import NO_POINT, Limits, energy
 from tuner.report import median_errors
+from tuner.residual import make_residual
 from tuner.result import parse_budget
 from tuner.workload import describe
 
@@ -88,6 +90,23 @@ def test_the_tuned_configuration_is_complete_and_the_folder_tells(tuned: tuner.T
     assert TuneDir(folder).trials() == list(tuned.history)
 
 
+def test_the_report_tells_what_was_measured(tuned: tuner.TuneResult, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tuned.out, copy)
+    text = (copy / "report.html").read_text("utf-8")
+    for trial in tuned.history:
+        assert trial.seconds is not None
+        assert f'<data value="{1 / trial.seconds!r}">{1 / trial.seconds:,.0f}</data>' in text
+        low, high = trial.predicted_interval
+        assert low < trial.predicted < high
+    assert (f"{tuned.speedup:.2f}x as fast" if tuned.speedup != 1.0 else "the start stays") in text
+    (copy / "report.html").unlink()  # killed before it was written
+    tuner.tune(Config.preset("gymnax:CartPole-v1").replace(TINY), budget="10m", max_trials=2, out=copy, quiet=True)
+    assert str(copy) in (copy / "report.html").read_text("utf-8")  # where it is now
+    again = (copy / "report.html").read_text("utf-8")
+    assert again.split("All trials")[1].split("</section>")[0] == text.split("All trials")[1].split("</section>")[0]
+
+
 def test_a_tuning_that_spent_its_budget_says_so_and_measures_nothing(tuned: tuner.TuneResult, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tuned.out, copy)
@@ -116,19 +135,20 @@ def test_the_energy_is_the_predicted_time_and_a_small_price(tuned: tuner.TuneRes
     points = np.stack([space.encode(trial.changes) for trial in tuned.history]).astype(np.int32)
     nothing = jnp.full((1, points.shape[1]), NO_POINT)
 
+    corrected = make_residual(space, (), ())  # by nothing
+
     def limits(num_envs: float) -> Limits:
         return Limits(*map(jnp.float32, (num_envs, space.max_staleness, 0.001)))
 
-    found = energy(jnp.asarray(points), predictor.params, rates, space.base, space.tables(), limits(space.max_num_envs), nothing)
+    fitted = predictor.params, rates, space.base, space.tables()
+    found = energy(jnp.asarray(points), *fitted, limits(space.max_num_envs), nothing, corrected)
     for value, trial in zip(np.asarray(found), tuned.history, strict=True):
         seconds = predictor.predict(describe(Config.from_dict(trial.config)), tuned.hardware).seconds_per_env_step
         assert 0.0 <= value - np.log(seconds) < 0.02
     too_many = space.encode({**tuned.history[0].changes, "runtime.num_envs": max(space.options("runtime.num_envs"))})
-    bounded = jax.jit(energy)(jnp.asarray([too_many]), predictor.params, rates, space.base, space.tables(), limits(8), nothing)
+    bounded = jax.jit(energy)(jnp.asarray([too_many]), *fitted, limits(8), nothing, corrected)
     assert np.isinf(np.asarray(bounded)).all()
-    again = energy(
-        jnp.asarray(points), predictor.params, rates, space.base, space.tables(), limits(1e9), jnp.asarray(points[1:2])
-    )
+    again = energy(jnp.asarray(points), *fitted, limits(1e9), jnp.asarray(points[1:2]), corrected)
     np.testing.assert_array_equal(np.isinf(np.asarray(again)), [index == 1 for index in range(len(points))])  # never twice
 
 

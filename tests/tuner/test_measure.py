@@ -147,6 +147,17 @@ def test_an_exception_in_a_run_is_a_row(tiny: Config) -> None:
     assert "NoSuch-v0" in caught.value.error
 
 
+@pytest.mark.parametrize("said", ["garbage", "[1, 2]", "{'outcome': 'ok'", chr(0) * 100])
+def test_what_prints_garbage_is_a_row(said: str) -> None:
+    class Garbled(Worker):
+        command = ("-c", f"print({said!r})")
+
+    with Garbled({}) as worker, pytest.raises(WorkerFailed, match="its answer is none") as caught:
+        worker.answer()
+    assert caught.value.outcome == Outcome.CRASHED
+    assert "\n" not in str(caught.value)
+
+
 def test_a_loss_that_is_not_finite_is_a_row(tiny: Config, machine: Hardware) -> None:
     overflow = {"precision.level": "O1_float16", "precision.loss_scale": "static", "precision.initial_loss_scale": 2.0**40}
     (measurement,) = measure_config(tiny.replace(overflow), hardware=machine, repeats=2, seconds=0.05)

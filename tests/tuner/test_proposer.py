@@ -103,10 +103,44 @@ def test_what_failed_is_never_the_best(space: Space, machine: Hardware, measured
 
 def test_a_process_times_the_loop_counts_that_may_matter(space: Space, machine: Hardware, measured: Measure) -> None:
     proposer = make(space, machine)
-    workload = measured(space.start).workload
-    counts = proposer.further_loop_counts(workload)
+    counts = proposer.further_loop_counts(space.start)
     assert counts[-1] == 64  # the farthest off, and the best as well
     assert set(counts) <= {4, 16, 64}
-    heavy = dataclasses.replace(workload, batch_size=1e6)  # whose updates take so long that dispatching them is nothing
-    assert proposer.further_loop_counts(heavy) == []
-    assert proposer.further_loop_counts(dataclasses.replace(workload, sebulba=1.0)) == []
+    proposer.learn([(space.start, measured(space.start))])
+    other, slow = space.decode(space.start), space.decode(space.start)
+    other |= {"runtime.loop_count": 64, "search.engine": "fused"}
+    slow |= {"runtime.loop_count": 1, "search.engine": "fused"}
+    assert proposer.further_loop_counts(space.encode(other)) == []  # later on only what is expected to be better
+    assert proposer.further_loop_counts(space.encode(slow)) == [64]
+    # Updates that take so long that dispatching them is nothing.
+    heavy = dataclasses.replace(space, base=dataclasses.replace(space.base, batch_size=1e6, capacity=1e8))
+    assert make(heavy, machine).further_loop_counts(heavy.start) == []
+    threads = dataclasses.replace(space, knobs=tuple(dataclasses.replace(knob, cost="rebuild") for knob in space.knobs))
+    assert make(threads, machine).further_loop_counts(threads.start) == []
+
+
+def test_chains_go_on_from_where_they_stood(space: Space, machine: Hardware, measured: Measure) -> None:
+    proposer = make(space, machine)
+    proposer.learn([(space.start, measured(space.start))])
+    first = proposer.propose(1)
+    assert first is not None
+    stood = proposer._chains
+    assert stood is not None
+    starts = proposer._starts(first)
+    np.testing.assert_array_equal(starts[1::2], stood[1::2])
+    assert (starts[::2] == np.array(first)).all()
+
+
+def test_curiosity_tries_what_least_is_known_of(space: Space, machine: Hardware, measured: Measure) -> None:
+    """Of two choices that are expected to be alike, the one that was not measured yet."""
+    axis = [knob.path for knob in space.knobs].index("replay.placement")
+    curious = Proposer(space, machine, RuntimePredictor(), jax.random.key(0), 0.0, curiosity=3.0)
+    point = list(space.start)
+    curious.learn([(tuple(point), measured(tuple(point)))])
+    one, other = np.array([point, point])
+    one[0] = other[0] = 1
+    other[axis] = 1 - other[axis]
+    plain = Proposer(space, machine, RuntimePredictor(), jax.random.key(0), 0.0, curiosity=0.0)
+    plain.learn([(tuple(point), measured(tuple(point)))])
+    gap, without = (float(np.subtract(*p.energies(np.stack([one, other])))) for p in (curious, plain))
+    assert gap > without + 0.01

@@ -16,7 +16,7 @@ from predictor import Workload, staleness
 from predictor.graph import EDGE_TYPES, NODE_TYPES
 from tuner import workload
 from tuner.bridge import concrete, get
-from tuner.loop import space_around
+from tuner.neighbourhood import space_around
 from tuner.space import EFFECTS, KNOBS, Space, feasible, knobs_up_to, workloads
 from tuner.workload import describe
 

@@ -19,10 +19,11 @@ from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, W
 from tuner import comparison
 from tuner.bridge import Config, Session, concrete
 from tuner.history import Trial, TuneDir, shared_measurements
-from tuner.loop import space_around
 from tuner.measure import measure_config
+from tuner.neighbourhood import space_around
 from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, cost, energy, excluded, price
 from tuner.report import pipeline_row, wait_rows
+from tuner.residual import make_residual
 from tuner.workload import describe
 
 
@@ -111,9 +112,8 @@ def test_the_annealers_energy_prefers_fresher_of_two_that_are_as_fast(machine: H
         limits = Limits(*map(jnp.float32, (space.max_num_envs, space.max_staleness, staleness_price)))
         nothing = jnp.full((1, points.shape[1]), NO_POINT)
         params = RuntimePredictor().params
-        return np.asarray(
-            energy(jnp.asarray(points), params, hardware_rates(machine), space.base, space.tables(), limits, nothing)
-        )
+        fitted = params, hardware_rates(machine), space.base, space.tables()
+        return np.asarray(energy(jnp.asarray(points), *fitted, limits, nothing, make_residual(space, (), ())))
 
     free, paid = energies(0.0), energies(STALENESS_PRICE / 20)
     assert np.ptp(free) < 0.02  # they matter little for speed
@@ -181,7 +181,7 @@ def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded:
         )
 
     def pay(measurement: Measurement) -> float:
-        return cost(measurement, machine, STALENESS_PRICE / 20)
+        return cost(measurement, machine, Limits(np.inf, np.inf, STALENESS_PRICE / 20))
 
     trials = [trial(0, 1.0, 2), trial(1, 0.5, 64), trial(2, 0.505, 1), trial(3, None, 1), trial(4, 0.6, 2)]
     found = comparison.finalists(trials, lambda t: t.changes["q"], pay)

@@ -78,7 +78,18 @@ BAD: list[tuple[list[str], str]] = [
     (["tune", "--set", "allocation.cores=4096"], "allocation.cores = 4096"),
     (["tune", "--set", "allocation.cores=0"], "allocation.cores = 0"),
     (["tune", "--set", "allocation.memory_gib=900000"], "allocation.memory_gib"),
+    (["tune", "--set", "allocation.memory_gib=1", "--set", "replay.capacity=40000000"], "replay.capacity = 40000000: takes"),
+    (["measure", "--set", "allocation.memory_gib=1", "--set", "replay.capacity=40000000"], "replay.capacity = 40000000: takes"),
+    (["predict", "--set", "allocation.memory_gib=1", "--set", "replay.capacity=40000000"], "replay.capacity = 40000000: takes"),
+    (["tune", "--set", "allocation.devices=64"], "allocation.devices = 64"),
     (["tune", "--set", "search.split=3"], "search.split = 3"),
+    (["tune", "--objective", "speed"], "objective = 'speed'"),
+    (["tune", "--objective", "time=0,cost=0"], "needs a weight above 0"),
+    (["tune", "--objective", "cost=-1"], "objective = 'cost=-1'"),
+    (["tune", "--objective", "cost", "--prices", "core=0,gib=0,device=0"], "one must be above 0"),
+    (["tune", "--prices", "gpu=3"], "core, gib, device"),
+    (["tune", "--max-cores", "0"], "max_cores = 0"),
+    (["tune", "--max-memory", "nan"], "max_memory = nan"),
     (["tune", "--out", "taken"], "taken"),
     (["tune", "--out", ""], "directory"),
     (["tune", "--config", "absent.toml"], "absent.toml"),
@@ -145,18 +156,19 @@ def test_training_tuned_does_it_all(tmp_path: Path) -> None:
     assert (run / "return_curve.png").exists()
     tuning = tmp_path / "runs" / "tuned-tuning"
     assert (tuning / "tuning.png").exists()
+    assert (tuning / "report.html").exists()
     assert (run / "config.toml").read_text() == (tuning / "tuned.toml").read_text()
     assert muzerox("evaluate", "runs/tuned", "--episodes", "2", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.slow
-def test_killed_ten_times_a_tuning_loses_and_repeats_no_trial(tmp_path: Path) -> None:
+def test_killed_twenty_times_a_tuning_loses_and_repeats_no_trial(tmp_path: Path) -> None:
     """``kill -9`` at random moments; what was reported as measured stays, and nothing is measured again."""
-    command = [sys.executable, "-m", "muzerox", "tune", *OPTIONS, "--budget", "20m", "--trials", "7", "--out", "t"]
+    command = [sys.executable, "-m", "muzerox", "tune", *OPTIONS, "--budget", "40m", "--trials", "12", "--out", "t"]
     rng = random.Random(0)
     reported: dict[str, Any] = {}
     folder = TuneDir(tmp_path / "t")
-    for _ in range(10):
+    for _ in range(20):
         log = (tmp_path / "log").open("w+")
         process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
         time.sleep(rng.uniform(5.0, 40.0))
@@ -206,4 +218,5 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert (tmp_path / "t" / "tuned.toml").exists()
+    assert "stopped before the comparison" in (tmp_path / "t" / "report.html").read_text("utf-8")
     assert shared_store(fingerprint().id).rows() != []

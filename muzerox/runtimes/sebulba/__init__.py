@@ -14,16 +14,16 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from muzerox.allocation import available_memory
 from muzerox.config import Config
 from muzerox.envs.host import in_process, on_host
-from muzerox.errors import ConfigError
 from muzerox.learner import LearnerState, init_learner
 from muzerox.runtimes import placement
 from muzerox.runtimes.sebulba import ring
@@ -61,7 +61,9 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     programs = make_programs(config, spec, algorithm, everywhere, shards)
     on_device = config.replay.placement == "device" and not placement.is_own(searching[0])
     storage = searching[0] if on_device else jax.devices("cpu")[0]
-    _check_memory(config, jax.eval_shape(lambda: ring.init(config, spec)), storage)
+    device_bytes = (storage.memory_stats() or {}).get("bytes_limit")
+    shapes = jax.eval_shape(lambda: ring.init(config, spec))
+    placement.check_replay(config, shapes, on_host=storage.platform == "cpu", device_bytes=device_bytes)
     pace = make_pace(config)
     running: list[Pipeline] = []
 
@@ -114,6 +116,11 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
         replay = state.replay.replace(storage=storage, priority=priority, count=count)
         return state.replace(replay=replay, steps=jnp.int32(rows * priority.shape[1]))
 
+    def draw(state: RunState, key: jax.Array, count: int, gather: Callable[..., Any]) -> Any:
+        assert state.replay is None  # threads are at work on it
+        shared = running[0].ring
+        return shared.read(shared.sample(np.random.default_rng(np.array(jax.random.key_data(key))), count), jax.jit(gather))[1]
+
     def snapshot(state: RunState) -> RunState:
         if state.replay is not None:
             return state
@@ -130,13 +137,4 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
             atexit.unregister(pipeline.close)
             pipeline.close()
 
-    return Runtime(init, run, pace.updates_at, prefill, snapshot, interrupt, close)
-
-
-def _check_memory(config: Config, state: Any, storage: jax.Device) -> None:
-    """Raises ConfigError when the replay alone is more than the device that it lies on holds."""
-    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    limit = available_memory() if storage.platform == "cpu" else (storage.memory_stats() or {}).get("bytes_limit")
-    if limit is not None and needed > limit:
-        rule = f"takes {needed / 2**30:,.1f} GiB, and there are {limit / 2**30:,.1f}"
-        raise ConfigError("replay.capacity", config.replay.capacity, rule, int(config.replay.capacity * limit / needed) // 2)
+    return Runtime(init, run, pace.updates_at, prefill, draw, snapshot, interrupt, close)

@@ -1,0 +1,161 @@
+"""Whether training in phases ends sooner where costs change on the way, and no later where they do not.
+
+The simulator (``simulators/regimes.py``) has its episodes grow tenfold on the way, and what a step costs a hundredfold; what it
+computes holds Python's lock. Configurations of the knobs that a resume may change are measured before the change, in
+alternation: the best of them is what both trainings start with, one followed from phase to phase, the other left alone. They
+alternate, with the change and without it (half the steps), --rounds times; medians are reported. Programs, the annealer's too,
+are compiled before anything is timed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import finish, make_parser, use_device
+
+ENV = "gymnasium:regimes:Growing-v0"
+SETTINGS = {
+    "network.width": 32,
+    "search.num_simulations": 4,
+    "replay.capacity": 65_536,
+    "replay.min_size": 1_024,
+    "runtime.num_envs": 2,
+    "runtime.selfplay_workers": 2,
+    "runtime.loop_count": 8,
+    "train.batch_size": 64,
+    "train.replay_ratio": 2.0,
+    "train.eval_period": 1_000_000_000,  # once, at the end
+    "train.eval_episodes": 2,
+}
+# What is measured before the change: every combination.
+STATIC: dict[str, tuple[Any, ...]] = {"runtime.step_in": ("thread", "process"), "runtime.role_threads": (0, 1)}
+
+
+def configurations(steps: int) -> list[Any]:
+    """The static ones, the first of them as given."""
+    from muzerox import Config
+    from tuner.bridge import concrete
+
+    base = Config.preset(ENV).replace({**SETTINGS, "train.max_env_steps": steps})
+    combinations = itertools.product(*STATIC.values())
+    return [concrete(base.replace(dict(zip(STATIC, values, strict=True))), "cpu") for values in combinations]
+
+
+def best_static(hardware: Any, steps: int, rounds: int) -> tuple[Any, dict[str, float]]:
+    """The fastest before the change, and steps/s of each."""
+    from tuner.measure import measure_in_alternation
+
+    candidates = configurations(steps)
+    found = measure_in_alternation(candidates, hardware=hardware, rounds=rounds)
+    rates = {_name(config): round(one.env_steps_per_second or 0.0, 1) for config, one in zip(candidates, found, strict=True)}
+    fastest = max(range(len(found)), key=lambda i: found[i].env_steps_per_second or 0.0)
+    return candidates[fastest], rates
+
+
+def _name(config: Any) -> str:
+    from tuner.bridge import get
+
+    return " ".join(f"{path.rpartition('.')[2]}={get(config, path)}" for path in STATIC)
+
+
+def compile_annealer(config: Any, hardware: Any) -> None:
+    """One proposal: the programs of later ones are in the cache, as they are on a machine that has tuned a run before."""
+    import jax
+
+    from predictor import RuntimePredictor
+    from tuner.bridge import enable_cache
+    from tuner.neighbourhood import resumable_space
+    from tuner.phases import Level
+    from tuner.proposer import Proposer
+    from tuner.retune import measured
+
+    enable_cache()
+    space = resumable_space(config, hardware.platform)
+    proposer = Proposer(space, hardware, RuntimePredictor.pretrained(), jax.random.key(0), 0.0)
+    proposer.learn([(space.start, measured(space, space.start, Level(1e-4, (1.0,) * 3, 1.0, 1.0), hardware))])
+    proposer.propose(1)
+
+
+def train(config: Any, hardware: Any, folder: Path, *, phased: bool, change: int) -> dict[str, Any]:
+    """One whole training. ``change``: steps after which the regime changes; 0: never."""
+    from tuner.bridge import RunDir, toml
+    from tuner.retune import train_in_phases
+
+    folder.mkdir(parents=True)
+    os.environ.update(REGIME_COUNTER=str(folder / "steps"), REGIME_CHANGE=str(change))
+    file, run = folder / "config.toml", RunDir(folder / "run")
+    file.write_text(toml(config))
+    start, own = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    arguments = ["--config", str(file), "--out", str(run.path)]
+    how = train_in_phases(config, run, arguments, hardware, as_json=True, phased=phased)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+    del os.environ["REGIME_COUNTER"], os.environ["REGIME_CHANGE"]
+    if how.code != 0:
+        sys.exit(f"training ended with exit code {how.code}")
+    switches = [
+        {"at": s.env_steps, "reason": s.reason, "after": s.after, "expected": s.expected_gain, "measured": s.measured_gain,
+         "cost_seconds": s.cost_seconds, "verdict": s.verdict}
+        for s in how.switches
+    ]  # fmt: skip
+    follower = after.ru_utime + after.ru_stime - own.ru_utime - own.ru_stime
+    return {"seconds": round(seconds, 2), "follower_cpu_seconds": round(follower, 2), "switches": switches}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=175_000, help="environment steps of a training (default 175000)")
+    parser.add_argument("--rounds", type=int, default=1, help="trainings of each kind (default 1)")
+    parser.add_argument("--bursts", type=int, default=5, help="rounds of bursts that the static configurations are measured in")
+    parser.add_argument("--only", choices=("change", "none"), help="only with the change, or only without it")
+    args = parser.parse_args()
+    use_device(args.device or "cpu")
+    place = str(Path(__file__).resolve().parent / "simulators")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
+    sys.path.append(place)
+    from rich.console import Console
+    from rich.table import Table
+
+    from tuner.fingerprint import fingerprint
+
+    hardware = fingerprint()
+    config, rates = best_static(hardware, args.steps, args.bursts)
+    print(f"before the change: {json.dumps(rates)}; the trainings start with {_name(config)}", file=sys.stderr, flush=True)
+    compile_annealer(config, hardware)
+    kinds = {"change": args.steps * 3 // 7, "none": 0}
+    if args.only:
+        kinds = {args.only: kinds[args.only]}
+    runs: dict[str, list[dict[str, Any]]] = {f"{kind}, {how}": [] for kind in kinds for how in ("static", "phases")}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, kind in itertools.product(range(args.rounds), kinds):
+            for how in ("static", "phases") if number % 2 == 0 else ("phases", "static"):
+                place = Path(folder) / f"{kind}-{how}-{number}"
+                steps = args.steps if kind == "change" else args.steps // 2
+                changed = config.replace("train.max_env_steps", steps)
+                found = train(changed, hardware, place, phased=how == "phases", change=kinds[kind])
+                runs[f"{kind}, {how}"].append(found)
+                print(f"{kind}, {how}: {json.dumps(found)}", file=sys.stderr, flush=True)
+    medians = {name: statistics.median(run["seconds"] for run in found) for name, found in runs.items()}
+    ratios = {kind: round(medians[f"{kind}, phases"] / medians[f"{kind}, static"], 3) for kind in kinds}
+    table = Table(title="seconds of a training, process start to end", title_style="italic")
+    for title in ("costs", "static", "phases", "phases / static", "switches"):
+        table.add_column(title, justify="right")
+    for kind in kinds:
+        verdicts = ", ".join(s["verdict"] for run in runs[f"{kind}, phases"] for s in run["switches"]) or "none"
+        shown = (f"{medians[f'{kind}, {how}']:.1f}" for how in ("static", "phases"))
+        table.add_row({"change": "change", "none": "stay"}[kind], *shown, f"{ratios[kind]:.3f}", verdicts)
+    Console(stderr=True, width=120).print(table)
+    figures = {"env": ENV, "settings": SETTINGS, "steps": args.steps, "rounds": args.rounds, "static": rates}
+    finish("phases", {**figures, "chosen": _name(config), "runs": runs, "seconds": medians, "ratio": ratios}, record=args.record)
+
+
+if __name__ == "__main__":
+    main()

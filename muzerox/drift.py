@@ -1,0 +1,255 @@
+"""How far the numbers of a precision level are from O0's, for the same parameters on the same replayed sequences.
+
+A training of some seconds gives parameters that have learnt something: fresh heads are zero, and zero is exact at every level.
+What is compared is what acting and learning are made of: policy, value and reward along the stored actions, as a search walks
+them (its copies of parameters, its stored hidden states); a search with the same key; the gradient of the loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from muzerox import replay, transforms
+from muzerox.algorithms import make_algorithm
+from muzerox.config import Config
+from muzerox.envs import make_env
+from muzerox.errors import RunFailed
+from muzerox.learner import read_batch
+from muzerox.networks import make_model
+from muzerox.precision import POLICIES, cast, make_loss_scale, pack, resolve, unpack
+from muzerox.replay import Sample
+from muzerox.runtimes import make_runtime, resolve_kind
+from muzerox.types import Batch, EnvSpec, Params, Runtime, Transition
+
+REFERENCE = "O0"
+LEAST_UPDATES = 64  # trained for, even if fewer seconds are asked for,
+MOST_SECONDS = 20.0  # unless they take longer than this
+# Values that are nearly the same everywhere have this share of their size as their spread.
+LEAST_SPREAD = 0.1
+
+
+class Replayed(NamedTuple):
+    """Sequences of a replay."""
+
+    batch: Batch
+    legal: jax.Array | None  # [B, K+1, A] bool, absent where every action always is
+
+
+class Numbers(NamedTuple):
+    """What a level makes of parameters and sequences; float32, NumPy."""
+
+    policy_logits: np.ndarray  # [B, K+1, A]
+    value: np.ndarray  # [B, K+1]
+    reward: np.ndarray  # [B, K], of the step to position k + 1
+    action: np.ndarray  # [B] int32, chosen by a search of the root with exploration
+    weights: np.ndarray  # [B, A], its improved policy
+    gradient: np.ndarray  # [P], of the mean loss, all parameters in a row
+
+
+def read_replayed(config: Config, spec: EnvSpec, storage: Transition, start: Sample) -> Replayed:
+    """The sequences at ``start`` of ``storage`` (leaves [C, E, ...])."""
+    positions = jnp.arange(config.train.unroll_steps + 1)
+    return Replayed(read_batch(config, spec, storage, start)[0], replay.read(storage.legal, start, positions))
+
+
+def at_level(config: Config, level: str) -> Config:
+    """The configuration at another precision level, with that level's loss scaling."""
+    return config.replace({"precision.level": level, "precision.loss_scale": "auto"})
+
+
+def make_numbers(config: Config, spec: EnvSpec) -> Callable[[jax.Array, Params, Replayed], Numbers]:
+    """``numbers(key, params, replayed) -> Numbers`` at the configured level; ``params`` are float32, as the learner's are.
+
+    Raises:
+      ConfigError: the configured network does not fit the environment's observations.
+    """
+    policy = POLICIES[resolve(config.precision).level]
+    model, algorithm, net = make_model(config.network, spec, policy), make_algorithm(config, spec), config.network
+
+    def unroll(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As a search does it, which is the roughest that a level has: narrow parameters, stored hidden states."""
+        params = cast(params, policy.acting)
+
+        def predicted(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits, value_logits = model.predict(params, hidden)
+            return logits, transforms.expected_value(value_logits, net.value_bound)
+
+        def step(embedding: jax.Array, action: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            hidden, reward_logits = model.dynamics(params, unpack(embedding, policy.embedding), action)
+            reward = transforms.expected_value(reward_logits, net.reward_bound)
+            return pack(hidden, policy.embedding), (*predicted(hidden), reward)
+
+        root = model.represent(params, batch.observation)
+        _, (logits, value, reward) = jax.lax.scan(step, pack(root, policy.embedding), batch.action.T)
+        first_logits, first_value = predicted(root)
+        logits, value = jnp.concatenate([first_logits[None], logits]), jnp.concatenate([first_value[None], value])
+        return logits.swapaxes(0, 1), value.T, reward.T
+
+    def compute(key: jax.Array, params: Params, replayed: Replayed, scale: jax.Array) -> tuple[jax.Array, ...]:
+        batch, legal = replayed
+        decision = algorithm.act(key, params, batch.observation, None if legal is None else legal[:, 0], True)
+        targets = algorithm.targets(params, batch)
+
+        def scaled_loss(params: Params) -> jax.Array:
+            return jnp.mean(algorithm.loss(params, batch, targets).loss * batch.importance) * scale
+
+        gradient = ravel_pytree(jax.grad(scaled_loss)(params))[0] / scale
+        return *unroll(params, batch), decision.action, decision.policy, gradient
+
+    compiled = jax.jit(compute)
+
+    def numbers(key: jax.Array, params: Params, replayed: Replayed) -> Numbers:
+        scale = float(make_loss_scale(config.precision).scale)
+        while True:
+            found = Numbers(*jax.device_get(compiled(key, params, replayed, jnp.float32(scale))))
+            if np.isfinite(found.gradient).all() or scale <= 1.0:
+                return found
+            scale /= 2.0  # as a training finds its scale
+
+    return numbers
+
+
+def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]:
+    """How far ``other`` is from ``base``, in float64. Positions after an episode's end and illegal actions do not count.
+
+    Returns:
+      policy_kl: KL(base || other) of the policies in nats, means over sequences by position, the root first.
+      policy_kl_max: of any sequence and position.
+      value_error, reward_error: mean absolute differences by position, as shares of ``value_spread``: a search adds rewards and
+        values. Of positions that no sequence has, there is nothing.
+      value_spread: standard deviation of the base's values; at least ``LEAST_SPREAD`` of their root mean square, and of that of
+        the rewards that were summed up, so that values that are all the same have one.
+      policy_learnt: KL of the base's policies from the uniform one over legal actions, mean: 0 of what has learnt nothing.
+      actions_agree: share of roots where searches with one key choose the same action.
+      weights_differ: total variation of their improved policies, mean. (KL would be infinite where a visit moves.)
+      gradient_cosine, gradient_ratio: of the gradients: the cosine of their angle, and the other's length over the base's.
+
+    Raises:
+      RunFailed: numbers that are not finite.
+    """
+    for whose, numbers in (("O0's", base), ("its", other)):
+        odd = [name for name, x in numbers._asdict().items() if not np.isfinite(x).all()]
+        if odd:
+            raise RunFailed(f"{whose} {', '.join(odd)} not finite")
+    batch = replayed.batch
+    inside = ~(np.asarray(batch.absorbing) | np.asarray(batch.unknown))  # [B, K+1]
+    legal = np.ones(base.policy_logits.shape, bool) if replayed.legal is None else np.asarray(replayed.legal)
+    legal = legal | ~inside[..., None]  # beyond the end it may allow nothing
+
+    ours, theirs = _log_policy(base.policy_logits, legal), _log_policy(other.policy_logits, legal)
+    probability = np.exp(ours)
+    kl = np.sum(probability * np.where(legal, ours - theirs, 0.0), axis=-1)
+    uniform = -np.log(legal.sum(-1))
+    learnt = np.sum(probability * np.where(legal, ours - uniform[..., None], 0.0), axis=-1)
+    values = base.value[inside].astype(np.float64)
+    floors = (_rms(values), _rms(np.asarray(batch.partial_return)[inside]))
+    spread = max(float(np.std(values)), *(LEAST_SPREAD * x for x in floors), 1e-9)
+    value = np.abs(base.value.astype(np.float64) - other.value)
+    reward = np.abs(base.reward.astype(np.float64) - other.reward)
+    a, b = base.gradient.astype(np.float64), other.gradient.astype(np.float64)
+    lengths = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    return {
+        "policy_kl": _by_position(kl, inside),
+        "policy_kl_max": float(np.max(kl, where=inside, initial=0.0)),
+        "value_error": [x / spread for x in _by_position(value, inside)],
+        "reward_error": [x / spread for x in _by_position(reward, inside[:, :-1])],
+        "value_spread": spread,
+        "policy_learnt": float(np.mean(learnt[inside])),
+        "actions_agree": float(np.mean(base.action == other.action)),
+        "weights_differ": float(np.mean(0.5 * np.abs(base.weights.astype(np.float64) - other.weights).sum(-1))),
+        "gradient_cosine": 1.0 if np.array_equal(a, b) else float(a @ b / max(lengths[0] * lengths[1], 1e-300)),
+        "gradient_ratio": lengths[1] / max(lengths[0], 1e-300),
+    }
+
+
+def _log_policy(logits: np.ndarray, legal: np.ndarray) -> np.ndarray:
+    """Log-probabilities [..., A] float64 over legal actions; of others, very small ones."""
+    masked = np.where(legal, logits.astype(np.float64), -1e9)
+    shifted = masked - masked.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def _by_position(x: np.ndarray, inside: np.ndarray) -> list[float]:
+    """Means of [B, P] over sequences that are still inside their episode, for positions that any is at."""
+    return [float(x[inside[:, k], k].mean()) for k in range(x.shape[1]) if inside[:, k].any()]
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x.astype(np.float64)))))
+
+
+class Learnt(NamedTuple):
+    """What a short training leaves."""
+
+    params: Params
+    replayed: Replayed
+    updates: int
+    seconds: float  # of training, without what compiling and the first rows took
+
+
+def learn_and_draw(config: Config, *, seconds: float, examples: int) -> tuple[EnvSpec, Learnt]:
+    """Trains for some ``seconds`` by really playing, and draws ``examples`` sequences from the replay.
+
+    Raises:
+      ConfigError, RunFailed: as training does.
+    """
+    env = make_env(config.env)
+    config = resolve_kind(config, env)
+    if config.runtime.kind == "sebulba":  # near its end self-play would no longer run ahead
+        config = config.replace("train.max_env_steps", 2_000_000_000)
+    runtime = make_runtime(config, env, make_algorithm(config, env.spec))
+    try:
+        return env.spec, _train(runtime, config, env.spec, seconds, examples)
+    finally:
+        runtime.close()
+
+
+def _train(runtime: Runtime, config: Config, spec: EnvSpec, seconds: float, examples: int) -> Learnt:
+    key = jax.random.key(config.seed)
+    state, report = runtime.run(runtime.init(key), 1, 1)  # compiles, and plays what the first update waits for
+    began, size, past = time.perf_counter(), 1, 0.0
+    while past < seconds or (report.updates < LEAST_UPDATES and past < MOST_SECONDS):
+        state, report = runtime.run(state, 1, size)
+        before, past = past, time.perf_counter() - began
+        if past - before < seconds / 16:
+            size *= 2
+
+    def gather(storage: Transition, start: Sample) -> Replayed:
+        return read_replayed(config, spec, storage, start)
+
+    replayed = jax.device_get(runtime.draw(state, jax.random.fold_in(key, 1), examples, gather))
+    return Learnt(jax.device_get(state.learner.params), replayed, report.updates, past)
+
+
+def measure_drift(config: Config, levels: Sequence[str], *, seconds: float, examples: int) -> dict[str, dict[str, Any]]:
+    """Trains for ``seconds`` at the configured level, and says how far each of ``levels`` then is from O0.
+
+    Returns:
+      By level the figures of :func:`compare`, with ``updates``, ``training_seconds`` and ``examples``; or ``failure``, one line.
+
+    Raises:
+      ConfigError, RunFailed: as training does.
+    """
+    config = config.replace({f"precision.{k}": v for k, v in vars(resolve(config.precision)).items()})
+    spec, learnt = learn_and_draw(config, seconds=seconds, examples=examples)
+    key = jax.random.fold_in(jax.random.key(config.seed), 2)
+    common = {"updates": learnt.updates, "training_seconds": learnt.seconds, "examples": examples}
+
+    def numbers(level: str) -> Numbers:
+        return make_numbers(at_level(config, level), spec)(key, learnt.params, learnt.replayed)
+
+    base = numbers(REFERENCE)
+    found: dict[str, dict[str, Any]] = {}
+    for level in levels:
+        try:
+            found[level] = compare(base, numbers(level), learnt.replayed) | common
+        except RunFailed as failure:
+            found[level] = {"failure": str(failure)}
+    return found

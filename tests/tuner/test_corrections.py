@@ -1,0 +1,254 @@
+"""Corrections, one move at a time: against numbers worked out by hand, on a simulated machine, and by measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
+from tuner import allocate, balance, corrections
+from tuner.allocate import Limits
+from tuner.balance import NOTHING, Seen, State, correct
+from tuner.bridge import Config, UserError, concrete
+from tuner.history import Trial
+from tuner.workload import describe
+
+ROOM = Limits(np.zeros(3), np.full(3, 100.0))
+ZERO = np.zeros(3)
+
+
+def seen(wanted: list[float], seconds: float = 1.0, **fields: Any) -> Seen:
+    """What a run says; as if nothing limited, and the predictor had no opinion."""
+    return Seen(**{"seconds": seconds, "wanted": np.array(wanted), "limits": ROOM, "gain": ZERO, "loss": ZERO, **fields})
+
+
+def moves(allocated: list[float], wanted: list[float], **fields: Any) -> tuple[list[float], int]:
+    """The allocation after one correction, and the resource that moved."""
+    state = correct(balance.start(allocated), seen(wanted, **fields))
+    return list(state.allocated), state.moved
+
+
+@pytest.mark.parametrize(
+    ("allocated", "wanted", "expected"),
+    [
+        # B = (4 + 3 + 1) / 3: the one of CPU and memory that is farthest over.
+        ([4.0, 3.0, 1.0], [1.0, 1.0, 1.0], [1.0, 3.0, 1.0]),
+        ([3.0, 4.0, 1.0], [1.0, 1.0, 1.0], [3.0, 1.0, 1.0]),
+        # The accelerator is farther over, and comes after both; not to be touched within d of its demand.
+        ([2.0, 1.0, 9.0], [1.0, 1.0, 1.0], [1.0, 1.0, 9.0]),
+        ([1.2, 1.0, 9.0], [1.0, 1.0, 1.0], [1.2, 1.0, 1.0]),
+        # B = (0.2 + 0.5 + 0.5) / 3: the accelerator first, although it lacks least; then the bottleneck.
+        ([0.2, 1.0, 0.5], [1.0, 2.0, 1.0], [0.2, 1.0, 1.0]),
+        ([0.2, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 1.0, 1.0]),
+        ([1.0, 1.0, 0.0], [2.0, 4.0, 0.0], [1.0, 4.0, 0.0]),  # there is no accelerator
+        # Inside the dead band: of the mean, and of each.
+        ([1.2, 0.8, 1.0], [1.0, 1.0, 1.0], [1.2, 0.8, 1.0]),
+        ([1.7, 1.0, 1.0], [1.0, 1.0, 1.0], [1.7, 1.0, 1.0]),  # B = 1.23
+        # B = (0.25 + 1.5 + 1.25) / 3 = 1: the mean hides that cores are short.
+        ([0.25, 1.5, 1.25], [1.0, 1.0, 1.0], [1.0, 1.5, 1.25]),
+    ],
+)
+def test_one_resource_moves_in_the_order_of_the_method(
+    allocated: list[float], wanted: list[float], expected: list[float]
+) -> None:
+    found, moved = moves(allocated, wanted)
+    assert found == expected
+    assert (moved == NOTHING) == (allocated == expected)
+
+
+def test_it_moves_no_farther_than_the_limits() -> None:
+    limits = Limits(np.array([2.0, 1.0, 0.0]), np.array([3.0, 9.0, 9.0]))
+    assert moves([8.0, 1.0, 1.0], [1.0, 1.0, 1.0], limits=limits) == ([2.0, 1.0, 1.0], balance.CORES)
+    assert moves([1.0, 1.0, 0.0], [6.0, 1.0, 0.0], limits=limits) == ([3.0, 1.0, 0.0], balance.CORES)
+    assert moves([3.0, 1.0, 0.0], [6.0, 1.0, 0.0], limits=limits) == ([3.0, 1.0, 0.0], NOTHING)  # starved, and nothing to be had
+
+
+def test_ties_go_by_what_the_predictor_says_a_unit_is_worth() -> None:
+    # Both at 4.0 and 3.9 times their demand: less than 5% apart, so the one whose loss costs less is reduced.
+    over = {"allocated": [4.0, 3.9, 1.0], "wanted": [1.0, 1.0, 1.0]}
+    assert moves(**over, loss=np.array([0.3, 0.1, 0.0]))[1] == balance.MEMORY
+    assert moves(**over, loss=np.array([0.1, 0.3, 0.0]))[1] == balance.CORES
+    short = {"allocated": [1.0, 1.02, 1.0], "wanted": [4.0, 4.0, 1.0]}
+    assert moves(**short, gain=np.array([0.1, 0.3, 0.0]))[1] == balance.MEMORY
+    assert moves(**short, gain=np.array([0.3, 0.1, 0.0]))[1] == balance.CORES
+    clear = {"allocated": [1.0, 1.2, 1.0], "wanted": [4.0, 4.0, 1.0]}
+    assert moves(**clear, gain=np.array([0.1, 0.3, 0.0]))[1] == balance.CORES  # 0.25 and 0.30 are no tie
+
+
+def test_a_move_that_costs_more_than_two_percent_is_undone_until_demand_changes() -> None:
+    state = correct(balance.start([4.0, 1.0, 1.0]), seen([1.0, 1.0, 1.0], 1.0))
+    assert list(state.allocated) == [1.0, 1.0, 1.0]
+    kept = correct(state, seen([1.0, 1.0, 1.0], 1.019))
+    assert list(kept.allocated) == [1.0, 1.0, 1.0]
+    undone = correct(state, seen([1.0, 1.0, 1.0], 1.021))
+    assert list(undone.allocated) == [4.0, 1.0, 1.0]
+    assert (undone.moved, undone.seconds) == (NOTHING, 1.0)
+    again = correct(undone, seen([1.0, 1.0, 1.0], 1.0))
+    assert list(again.allocated) == [4.0, 1.0, 1.0]  # it is not tried twice
+    nearly = correct(again, seen([1.2, 1.0, 1.0], 1.0))
+    assert list(nearly.allocated) == [4.0, 1.0, 1.0]
+    other = correct(nearly, seen([1.3, 1.0, 1.0], 1.0))
+    assert list(other.allocated) == [1.3, 1.0, 1.0]  # another demand
+
+
+def test_what_was_undone_keeps_no_other_resource_from_moving() -> None:
+    state = correct(balance.start([4.0, 3.0, 1.0]), seen([1.0, 1.0, 1.0], 1.0))
+    undone = correct(state, seen([1.0, 1.0, 1.0], 2.0))
+    assert list(correct(undone, seen([1.0, 1.0, 1.0], 1.0)).allocated) == [4.0, 1.0, 1.0]
+
+
+def test_a_time_that_is_not_to_be_compared_undoes_nothing() -> None:
+    state = correct(balance.start([4.0, 1.0, 1.0]), seen([1.0, 1.0, 1.0], math.nan))
+    assert list(correct(state, seen([1.0, 1.0, 1.0], 9.0)).allocated) == [1.0, 1.0, 1.0]
+    state = correct(balance.start([4.0, 1.0, 1.0]), seen([1.0, 1.0, 1.0], 1.0))
+    assert list(correct(state, seen([1.0, 1.0, 1.0], math.nan)).allocated) == [1.0, 1.0, 1.0]
+
+
+def test_what_ran_out_of_memory_gets_memory_first() -> None:
+    found = moves([16.0, 1.0, 0.1], [1.0, 4.0, 1.0], seconds=math.inf)
+    assert found == ([16.0, 4.0, 0.1], balance.MEMORY)
+    assert moves([16.0, 1.0, 0.1], [1.0, 4.0, 1.0])[1] == balance.CORES  # had it run
+
+
+def test_columns_of_one_resource_move_together() -> None:
+    groups = (balance.CORES, balance.MEMORY, *[balance.ACCELERATOR] * 3)
+    wide = Limits(np.zeros(5), np.full(5, 100.0))
+    told = Seen(1.0, np.array([4.0, 8.0, 1.0, 1.0, 2.0]), wide, np.zeros(5), np.zeros(5))
+    state = correct(balance.start([4.0, 8.0, 2.0, 1.0, 1.0]), told, groups)
+    assert list(state.allocated) == [4.0, 8.0, 1.0, 1.0, 2.0]  # an acting one learns now
+    assert state.moved == balance.ACCELERATOR
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Any:
+    """The benchmark's module."""
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    before = list(sys.path)
+    sys.path.append(folder)
+    try:
+        yield importlib.import_module("balance")
+    finally:
+        sys.path[:] = before
+
+
+def test_three_corrections_settle_a_simulated_machine(simulated: Any) -> None:
+    """Of three pipelines, from a quarter to four times the cores and memory, under every division of the accelerators."""
+    for case in simulated.draw(seed=1, count=8)[:3]:
+        machine = simulated.Machine(case)
+        starts = machine.starts()
+        assert len(starts) > 20
+        found = [machine.follow(start) for start in starts]
+        assert max(ratios[0] for ratios in found) > 2.0  # there was something to correct
+        for start, ratios in zip(starts, found, strict=True):
+            assert simulated.settled(ratios) <= 3, (start, ratios)
+
+
+# This machine's --------------------------------------------------------------------------------------------------------
+
+
+def ran(machine: Hardware, workload: Workload, **figures: Any) -> Measurement:
+    fields = {"outcome": Outcome.OK, "seconds_per_env_step": 1e-4, "peak_bytes": 1.5 * 2**30, **figures}
+    return Measurement(hardware=machine, workload=workload, **fields)
+
+
+@pytest.fixture
+def given() -> Config:
+    """A configuration that has a core and 2 GiB."""
+    return Config().replace({"allocation.cores": 1, "allocation.memory_gib": 2.0})
+
+
+def test_a_run_that_kept_its_core_busy_gets_more_where_that_is_predicted_to_pay(
+    machine: Hardware, workload: Workload, given: Config
+) -> None:
+    predictor = RuntimePredictor()
+    heavy = dataclasses.replace(workload, cores=1.0, dynamics_flops=1e7, represent_flops=1e7)
+    busy, idle = (ran(machine, heavy, cpu_use=use) for use in (0.99, 0.6))
+    assert corrections.corrected([(given, busy)], predictor, machine).allocation.cores == 2  # 0.99 x 4 ^ 0.5, and headroom
+    assert corrections.corrected([(given, idle)], predictor, machine) == given
+    gain, loss = corrections.marginal(predictor, heavy, machine)
+    assert gain[balance.CORES] > 0.1
+    assert loss[balance.CORES] == 0.0  # there is no core less
+    assert not gain[1:].any()
+
+
+def test_a_correction_is_undone_by_the_run_that_follows(machine: Hardware, workload: Workload, given: Config) -> None:
+    predictor = RuntimePredictor()
+    four = given.replace("allocation.cores", 4)
+    wide = dataclasses.replace(workload, cores=4.0)
+    first = ran(machine, wide, cpu_use=1.0)
+    less = corrections.corrected([(four, first)], predictor, machine)
+    assert less == four.replace("allocation.cores", 1)  # 1.25 wanted
+    slower = ran(machine, dataclasses.replace(wide, cores=1.0), cpu_use=1.0, seconds_per_env_step=1.03e-4)
+    after = corrections.corrected([(four, first), (less, slower)], predictor, machine)
+    assert after == four
+    assert corrections.corrected([(four, first), (less, slower), (four, first)], predictor, machine) == four
+    same = ran(machine, dataclasses.replace(wide, cores=1.0), cpu_use=0.8, seconds_per_env_step=1.01e-4)
+    assert corrections.corrected([(four, first), (less, same)], predictor, machine) == less
+
+
+def test_from_too_little_memory(machine: Hardware, workload: Workload) -> None:
+    predictor = RuntimePredictor()
+    config = Config().replace({"allocation.cores": 2, "allocation.memory_gib": 0.25})
+    failed = ran(machine, workload, outcome=Outcome.OUT_OF_MEMORY, seconds_per_env_step=None, peak_bytes=None)
+    after = corrections.corrected([(config, failed)], predictor, machine)
+    expected = predictor.predict(workload, machine).peak_bytes
+    assert after.allocation.memory_gib * 2**30 >= expected * (1.0 + allocate.HEADROOM)
+    assert after.allocation.cores == 2
+    more = corrections.corrected([(after, failed)], predictor, machine)
+    assert more.allocation.memory_gib >= 2.0 * after.allocation.memory_gib
+
+
+@pytest.mark.parametrize(
+    ("capacity", "gib", "nearest"), [(40_000_000, 1.0, "valid: "), (8192, 0.001, "valid: allocation.memory_gib")]
+)
+def test_memory_that_cannot_hold_the_replay_is_refused_with_what_would_fit(
+    workload: Workload, capacity: int, gib: float, nearest: str
+) -> None:
+    config = Config().replace({"replay.capacity": capacity, "allocation.memory_gib": gib})
+    roomy = dataclasses.replace(workload, capacity=float(capacity), observation_bytes=128.0)
+    with pytest.raises(UserError, match=nearest) as caught:
+        corrections.check_memory(config, roomy)
+    assert "\n" not in str(caught.value)
+    if capacity > 10**6:
+        fits = int(caught.value.nearest)
+        assert 10**6 < fits < capacity
+        smaller = dataclasses.replace(roomy, capacity=float(fits))
+        corrections.check_memory(config.replace("replay.capacity", fits), smaller)
+
+
+def test_the_best_of_a_tuning_is_measured_again_under_the_allocation_its_runs_say(machine: Hardware, tiny: Config) -> None:
+    predictor, most = RuntimePredictor(), np.array([4.0, 8 * 2**30, 0.0], np.float32)
+    four = concrete(tiny.replace({"allocation.cores": 4, "allocation.memory_gib": 2.0}), "cpu")
+    one, other = four.replace("allocation.cores", 1), four.replace("runtime.num_envs", 16)
+
+    def trial(config: Config, role: str, seconds: float) -> Trial:
+        measured = ran(machine, describe(config), cpu_use=1.0, seconds_per_env_step=seconds, peak_bytes=1.5 * 2**30)
+        costs = dict.fromkeys(("predicted_uncalibrated", "predicted_base", "predicted"), seconds)
+        places = {"changes": {}, "config": config.to_dict(), "predicted_use": (1.0, 1e9, 0.0), "temperature": 0.1}
+        return Trial(number=0, role=role, measurement=measured, elapsed=1.0, **places, **costs)
+
+    def next_of(*trials: Trial) -> Config:
+        return corrections.rebalanced(trials, trials[0], predictor, machine, most)[0]
+
+    best = trial(four, "annealed", 1.0)
+    assert next_of(best) == one
+    assert next_of(best, trial(other, "random", 0.5)) == one  # another's runs say nothing of it
+    assert next_of(best, trial(one, corrections.ROLE, 1.01)) == one
+    assert next_of(best, trial(other, "random", 2.0), trial(one, corrections.ROLE, 1.03)) == four  # undone
+    often = [trial(c, corrections.ROLE, 1.01) for c in (one, four, one)]
+    assert next_of(best, *often) == one  # no more corrections
+
+
+def test_the_state_is_a_function_of_the_runs(machine: Hardware, workload: Workload, given: Config) -> None:
+    first = ran(machine, dataclasses.replace(workload, cores=1.0), cpu_use=0.5, peak_bytes=0.4 * 2**30)
+    one, other = (corrections.state_after([(given, first)], RuntimePredictor(), machine) for _ in range(2))
+    assert isinstance(one, State)
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,108 @@
+"""What is minimised: seconds, money, mixes; and bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muzerox import UserError
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload, hardware_rates, resident_bytes
+from tuner.bridge import Config
+from tuner.goal import Goal
+from tuner.objective import cost, energy, excluded, limits_of, log_rent
+from tuner.proposer import Proposer
+from tuner.residual import make_residual
+from tuner.space import Space, knobs_up_to, make_space
+
+
+@pytest.fixture
+def space(workload: Workload) -> Space:
+    knobs = [knob for knob in knobs_up_to("neutral", "anakin") if knob.path in ("runtime.num_envs", "allocation.cores")]
+    choices = {"runtime.num_envs": (8, 64), "allocation.cores": (1, 2, 4)}
+    knobs = [dataclasses.replace(knob, choices=choices[knob.path]) for knob in knobs]
+    return make_space(knobs, {knob.path: knob.choices[0] for knob in knobs}, workload, lambda *_: True, 4096, math.inf)
+
+
+def measured(machine: Hardware, workload: Workload, cores: float, seconds: float) -> Measurement:
+    workload = dataclasses.replace(workload, cores=cores)
+    return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, seconds_per_env_step=seconds)
+
+
+def test_goals_are_spelled() -> None:
+    assert Goal.parse() == Goal()
+    assert Goal.parse("cost").money == 1.0
+    assert Goal.parse("time=0.6,cost=0.2").money == pytest.approx(0.25)
+    assert Goal.parse("cost", "core=1, device=3").core == 1.0
+    assert Goal.parse("cost", "core=1, device=3").device == 3.0
+    for arguments in (("fast",), ("time=x",), ("time=nan",), ("cost", "core"), ("time", "", 0), ("time", "", None, 0.1)):
+        with pytest.raises(UserError) as caught:
+            Goal.parse(*arguments)
+        assert "\n" not in str(caught.value)
+
+
+def test_money_is_the_price_of_an_hour_times_the_seconds(machine: Hardware, workload: Workload, space: Space) -> None:
+    goal = Goal(money=1.0, core=0.3, gib=0.7, device=5.0)
+    on_cpu, on_gpu = (limits_of(goal, dataclasses.replace(machine, platform=name), space, 0.0) for name in ("cpu", "gpu"))
+    hour = 0.3 * workload.cores + 0.7 * float(resident_bytes(workload)) / 2**30
+    assert float(log_rent(workload, on_cpu)) == pytest.approx(math.log(hour), rel=1e-5)
+    assert float(log_rent(workload, on_gpu)) == pytest.approx(math.log(hour + 5.0 * workload.num_devices), rel=1e-5)
+    assert float(log_rent(workload, limits_of(Goal(), machine, space, 0.0))) == 0.0
+
+
+def test_four_cores_that_are_twice_as_fast_are_worth_their_time_but_not_their_price(
+    machine: Hardware, workload: Workload, space: Space
+) -> None:
+    fast, cheap = measured(machine, workload, 4.0, 1.0), measured(machine, workload, 1.0, 2.0)
+
+    def better(goal: Goal) -> str:
+        limits = limits_of(goal, machine, space, 0.0)
+        return "fast" if cost(fast, machine, limits) < cost(cheap, machine, limits) else "cheap"
+
+    assert better(Goal()) == "fast"
+    assert better(Goal(money=1.0, gib=0.0)) == "cheap"
+    assert better(Goal(money=0.4, gib=0.0)) == "fast"  # log 2 of time for 0.4 log 4
+    assert better(Goal(money=0.6, gib=0.0)) == "cheap"
+
+
+def test_what_is_proposed_is_cheap_where_money_counts(machine: Hardware, workload: Workload, space: Space) -> None:
+    """Measured: four cores are 1.5 times as fast as one."""
+    cores = [knob.path for knob in space.knobs].index("allocation.cores")
+
+    def proposed(goal: Goal) -> int:
+        proposer = Proposer(space, machine, RuntimePredictor(), jax.random.key(0), 0.0, goal)
+        known = []
+        for point, seconds in (((0, 0), 3.0), ((0, 1), 2.5), ((0, 2), 2.0)):
+            changed = dataclasses.replace(workload, num_envs=8.0)
+            known.append((point, measured(machine, changed, space.choices[cores][point[cores]], seconds * 1e-4)))
+        proposer.learn(known)
+        point = proposer.propose(1)
+        assert point is not None
+        return int(space.choices[cores][point[cores]])
+
+    assert proposed(Goal(money=1.0, gib=0.0)) == 1
+    assert proposed(Goal()) > 1
+
+
+def test_more_memory_than_allowed_is_not_proposed(machine: Hardware, workload: Workload, space: Space) -> None:
+    points = np.array([[0, 0], [1, 0]], np.int32)
+    held = [float(resident_bytes(dataclasses.replace(workload, num_envs=n))) for n in (8.0, 64.0)]
+    between = sum(held) / 2 / 2**30
+    assert held[0] < between * 2**30 < held[1]
+    params, fitted = RuntimePredictor().params, (hardware_rates(machine), space.base, space.tables())
+    limits = limits_of(Goal(max_memory_gib=between), machine, space, 0.0)
+    found = energy(jnp.asarray(points), params, *fitted, limits, excluded(space, ()), make_residual(space, (), ()))
+    np.testing.assert_array_equal(np.isfinite(np.asarray(found)), [True, False])
+
+
+def test_the_start_is_kept_to_the_bounds(tiny: Config) -> None:
+    start = tiny.replace({"allocation.cores": 2})
+    bounded = Goal(max_cores=1, max_memory_gib=2.0).bounded(start)
+    assert bounded.allocation.cores == 1
+    assert bounded.allocation.memory_gib == 2.0
+    assert Goal().bounded(start) == start
+    assert Goal(max_cores=4).bounded(start).allocation.cores == 2

@@ -1,0 +1,210 @@
+"""Following a training and switching it: reports across processes, rows of switches, what may move; kills on the way (slow)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muzerox.cli import main
+from predictor import Hardware, Outcome
+from tuner import switches
+from tuner.bridge import RESUMABLE, Config, RunDir, UserError, concrete, toml
+from tuner.child import Follower, last_saved
+from tuner.neighbourhood import resumable_space
+from tuner.phases import Level
+from tuner.retune import measured
+from tuner.switches import Switch
+
+ROW: dict[str, Any] = {"kind": "train", "episodes": 0, "skipped_updates": 0}
+
+
+def rows(*updates: int, seconds: float = 1.0) -> str:
+    made = ({**ROW, "updates": n, "env_steps": 100 * n, "train_seconds": seconds * i} for i, n in enumerate(updates))
+    return "".join(json.dumps(row) + "\n" for row in made)
+
+
+def test_reports_are_followed_over_a_restart(tmp_path: Path, tiny: Config) -> None:
+    run = RunDir(tmp_path)
+    follower = Follower(run)
+    follower.restart()
+    assert follower.read(tiny) == []  # nothing there yet
+    text = rows(2, 4, 6)
+    run.metrics_file.write_text(text[:-10])  # the last line is being written
+    first = follower.read(tiny)
+    assert [report.env_steps for report in first] == [400]
+    steps = 2 * float(tiny.train.batch_size / tiny.replay_ratio)  # of two updates
+    assert first[0].seconds_per_env_step == pytest.approx(1.0 / steps)
+    with run.metrics_file.open("a") as file:
+        file.write(text[-10:] + json.dumps({"kind": "saved", "updates": 6, "seconds": 3.0}) + "\n")
+    assert [report.env_steps for report in follower.read(tiny)] == [600]
+    (run.checkpoints / "6").mkdir(parents=True)
+    assert last_saved(run) == 6
+    follower.restart()
+    assert follower.read(tiny) == []  # the process has not begun
+    run.rewind_metrics(6)
+    with run.metrics_file.open("a") as file:
+        file.write(rows(8, 10, 12, seconds=2.0))
+    again = follower.read(tiny)
+    assert [report.env_steps for report in again] == [1000, 1200], "what the other process did is not a report of this one"
+    assert {report.seconds for report in again} == {2.0}
+
+
+def switch(number: int, **changes: Any) -> Switch:
+    values = {"env_steps": 10, "kind": "speed", "reason": "slow", "how": "restart", "before": {}, "after": {"a": 1}}
+    return Switch(**{**values, "number": number, "expected_gain": 1.5, **changes})
+
+
+def test_a_switch_is_a_row_when_made_and_again_when_judged(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert switches.load(run) == []
+    switches.append(run, switch(0))
+    switches.append(run, switch(0, verdict="kept", measured_gain=1.4))
+    switches.append(run, switch(1))
+    with (tmp_path / "switches.jsonl").open("a") as file:
+        file.write('{"number": 2, "env')  # killed while it was written
+    first, second = switches.load(run)
+    assert (first.verdict, first.measured_gain) == ("kept", 1.4)
+    assert second.verdict == switches.ON_TRIAL
+    for row in map(json.loads, (tmp_path / "switches.jsonl").read_text().splitlines()[:-1]):
+        assert {"time", "env_steps", "reason", "before", "after", "expected_gain", "measured_gain", "verdict"} <= set(row)
+    switches.append(run, switch(2))
+    assert [found.number for found in switches.load(run)] == [0, 1, 2], "what follows a row that was cut short is whole"
+    with (tmp_path / "switches.jsonl").open("a") as file:
+        file.write('{"number": 3}\n')
+    with pytest.raises(UserError, match="is not a switch"):
+        switches.load(run)
+
+
+@pytest.mark.parametrize("which", ["tiny", "tiny_threads"])
+def test_only_what_a_resume_may_change_moves(which: str, machine: Hardware, request: pytest.FixtureRequest) -> None:
+    config = concrete(request.getfixturevalue(which), "cpu")
+    space = resumable_space(config, "cpu", 2e-4)
+    assert {knob.path for knob in space.knobs} <= set(RESUMABLE)
+    assert {"runtime.loop_count", "search.engine", "search.split"} <= {knob.path for knob in space.knobs}
+    found = measured(space, space.start, Level(1e-3, (1.0,) * 3, 10.0, 1.0), machine)
+    assert (found.outcome, found.env_steps_per_second) == (Outcome.OK, pytest.approx(1e3))
+    assert found.workload.loop_count == config.runtime.loop_count
+    if which == "tiny_threads":
+        assert "runtime.step_in" in {knob.path for knob in space.knobs}
+        assert found.workload.host_step_seconds > 2e-4, "what steps were seen to take beyond what was measured"
+
+
+def test_phases_need_a_training_that_is_tuned_or_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--env", "gymnax:CartPole-v1", "--phases", "--out", str(tmp_path / "run")]) == 2
+    assert "needs --tune" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path / "absent"), "--phases"]) == 2
+    said = capsys.readouterr().err
+    assert "no such directory" in said
+    assert len(said.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+SETTINGS = {
+    "network.width": 16,
+    "search.num_simulations": 2,
+    "replay.capacity": 65_536,
+    "replay.min_size": 512,
+    "runtime.num_envs": 4,
+    "runtime.loop_count": 8,
+    "train.batch_size": 32,
+    "train.replay_ratio": 1.0,
+    "train.eval_period": 1_000_000_000,
+    "train.eval_episodes": 2,
+    "train.max_env_steps": 300_000,
+}
+FOLLOW = """
+import sys
+from pathlib import Path
+from tuner.bridge import RunDir, load_config
+from tuner.fingerprint import fingerprint
+from tuner.retune import train_in_phases
+out = Path(sys.argv[1])
+config = load_config(out / "start.toml")
+run = RunDir(out / "run")
+how = train_in_phases(config, run, ["--config", str(out / "start.toml"), "--out", str(run.path)], fingerprint(), as_json=True)
+sys.exit(how.code)
+"""
+
+
+def with_simulators() -> dict[str, str]:
+    """The environment of a process that trains on them."""
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "benchmarks" / "simulators"), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path}
+
+
+def follow(folder: Path) -> subprocess.Popen[bytes]:
+    """A training in phases whose simulators grow dear on the way."""
+    environment = with_simulators() | {"REGIME_COUNTER": str(folder / "steps"), "REGIME_CHANGE": "100000"}
+    config = Config.preset("gymnasium:CartPole-v1").replace(SETTINGS)
+    folder.mkdir(exist_ok=True)
+    (folder / "start.toml").write_text(toml(config).replace("gymnasium:CartPole-v1", "gymnasium:regimes:Growing-v0"))
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen([sys.executable, "-c", FOLLOW, str(folder)], stderr=log, stdout=log, env=environment)
+
+
+def busy(run: RunDir) -> bool:
+    """Whether a process is at work on it."""
+    try:
+        run.lock().close()
+    except UserError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_a_regime_change_is_met_with_a_switch_that_is_logged(tmp_path: Path) -> None:
+    process = follow(tmp_path / "t")
+    assert process.wait(600) == 0, (tmp_path / "t" / "log").read_text()
+    run = RunDir(tmp_path / "t" / "run")
+    made = switches.load(run)
+    assert made, (tmp_path / "t" / "log").read_text()
+    assert all(switch.verdict in ("kept", "undone", "left", "failed") for switch in made)
+    assert all(switch.env_steps > 90_000 for switch in made)
+    assert all(switch.measured_gain for switch in made if switch.verdict != "failed")
+    kept = [switch for switch in made if switch.verdict in ("kept", "left")]
+    config = run.load_config()
+    for path, value in (kept[-1].after if kept else {}).items():
+        section, _, name = path.partition(".")
+        assert getattr(getattr(config, section), name) == value
+    rows = [row for row in run.metrics() if row["kind"] == "train"]
+    assert [row["updates"] for row in rows] == sorted({row["updates"] for row in rows}), "no update was lost or made twice"
+    assert rows[-1]["env_steps"] >= SETTINGS["train.max_env_steps"]
+
+
+@pytest.mark.slow
+def test_killed_during_a_switch_the_run_is_saved_and_goes_on(tmp_path: Path) -> None:
+    """``kill -9`` of the tuner, at random moments from the request to stop to the measurement of what followed."""
+    chance = random.Random(0)
+    for number in range(3):
+        folder = tmp_path / str(number)
+        process = follow(folder)
+        run = RunDir(folder / "run")
+        deadline = time.monotonic() + 300.0
+        while not switches.load(run) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert switches.load(run), (folder / "log").read_text()
+        time.sleep(chance.uniform(0.0, 8.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + 60.0
+        while busy(run) and time.monotonic() < deadline:  # it saves and stops by itself
+            time.sleep(0.1)
+        assert not busy(run), (folder / "log").read_text()
+        seen = max(row["updates"] for row in run.metrics())
+        assert last_saved(run) >= seen, "what was learnt is saved"
+        last = max(row.get("env_steps", 0) for row in run.metrics()) + 5_000
+        command = [sys.executable, "-m", "muzerox", "train", "--resume", str(run.path), "--set", f"train.max_env_steps={last}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=with_simulators())
+        assert done.returncode == 0, done.stderr
+        result = run.result()
+        assert result is not None
+        assert result["env_steps"] >= last

@@ -1,0 +1,85 @@
+"""What a tuning is to minimise, and what it may not exceed: seconds, money, or a mix of both.
+
+A goal is a weighted geometric mean: with a weight w of money, seconds an environment step to the power of 1 - w, times what the
+step costs to the power of w. Units do not matter then, and a mix of halves takes half the speed for half the price of an hour.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from predictor import Hardware
+from tuner.bridge import GIB, Config, UserError
+
+PRICES = {"core": 0.04, "gib": 0.005, "device": 2.5}  # of an hour, as a cloud's machines cost about; only ratios matter
+_WEIGHTS = ("time", "cost")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Goal:
+    """Weights, prices and bounds. The default is seconds, on all there is."""
+
+    money: float = 0.0  # weight of what an environment step costs, from 0 to 1; the rest is that of its seconds
+    core: float = PRICES["core"]  # price of an hour
+    gib: float = PRICES["gib"]
+    device: float = PRICES["device"]
+    max_cores: int | None = None
+    max_memory_gib: float | None = None
+
+    @classmethod
+    def parse(
+        cls, objective: str = "time", prices: str = "", max_cores: int | None = None, max_memory_gib: float | None = None
+    ) -> Goal:
+        """From ``time``, ``cost`` or ``time=0.7,cost=0.3``, and ``core=0.04,gib=0.005,device=2.5``. Raises UserError."""
+        if objective in _WEIGHTS:
+            objective = f"{objective}=1"
+        weights = dict.fromkeys(_WEIGHTS, 0.0) | _numbers("objective", objective, _WEIGHTS, "time or time=0.7,cost=0.3")
+        if not any(weights.values()):
+            raise UserError("objective", objective, "needs a weight above 0", "time")
+        found = PRICES | _numbers("prices", prices, tuple(PRICES), "core=0.04,gib=0.005,device=2.5")
+        if weights["cost"] and not any(found.values()):
+            raise UserError("prices", prices, "one must be above 0", "core=0.04")
+        if max_cores is not None and max_cores < 1:
+            raise UserError("max_cores", max_cores, "must be at least 1", 1)
+        if max_memory_gib is not None and not 0.25 <= max_memory_gib < math.inf:
+            raise UserError("max_memory", max_memory_gib, "must be at least 0.25 GiB", 0.25)
+        return cls(money=weights["cost"] / sum(weights.values()), **found, max_cores=max_cores, max_memory_gib=max_memory_gib)
+
+    def within(self, hardware: Hardware) -> Hardware:
+        """The machine, with no more memory than the goal allows; what it is called changes with it."""
+        bound = math.inf if self.max_memory_gib is None else self.max_memory_gib * GIB
+        return dataclasses.replace(hardware, memory_bytes=int(min(hardware.memory_bytes, bound)))
+
+    def bounded(self, start: Config) -> Config:
+        """The configuration with no more cores and memory than the goal allows."""
+        given = start.allocation
+        changes: dict[str, Any] = {}
+        if self.max_cores is not None:
+            changes["allocation.cores"] = min(given.cores or self.max_cores, self.max_cores)
+        if self.max_memory_gib is not None:
+            changes["allocation.memory_gib"] = min(given.memory_gib or self.max_memory_gib, self.max_memory_gib)
+        return start.replace(changes)
+
+    @property
+    def name(self) -> str:
+        """What is minimised, as ``--objective`` has it."""
+        mix = f"time={1.0 - self.money:.3g},cost={self.money:.3g}"
+        return {0.0: "time", 1.0: "cost"}.get(self.money, mix)
+
+
+def _numbers(name: str, text: str, known: tuple[str, ...], example: str) -> dict[str, float]:
+    """``a=1,b=2`` as a dictionary. Raises UserError."""
+    found = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = part.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if key not in known or not 0.0 <= number < math.inf:
+            rule = f"must be pairs of {', '.join(known)} and a number of at least 0"
+            raise UserError(name, text, rule, example)
+        found[key] = number
+    return found
