@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from leftovers import threads_beside
 from toys import counting_env, small_config
 
 import muzerox
@@ -74,7 +75,7 @@ def check_rows(state: RunState) -> int:
 )
 def test_a_run_makes_the_steps_and_updates_it_says(players: int, changes: dict[str, Any]) -> None:
     config = pipeline_config(train__max_env_steps=400, train__random_action=0.1, **changes)
-    before = threading.active_count()
+    before = threading.enumerate()
     runtime = make(config, on_host(counting_env(players)))
     state = runtime.init(jax.random.key(0))
     last = runtime.updates_at(400)
@@ -90,7 +91,7 @@ def test_a_run_makes_the_steps_and_updates_it_says(players: int, changes: dict[s
     assert int(state.learner.updates) == last
     saved = runtime.snapshot(state)
     runtime.close()
-    assert threading.active_count() == before
+    assert threads_beside(before) == []
     # Exactly the rows that the last update needs, of four environments each.
     needed = sebulba.pipeline.make_pace(config).steps_before(last)
     assert report.env_steps == state.env_steps == saved.env_steps == -(-needed // 4) * 4
@@ -227,7 +228,7 @@ def run_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str
     """Failures reported, and rows in the ring beyond or short of those counted, once counts, order and threads are right."""
     config = pipeline_config(train__max_env_steps=steps, runtime__step_timeout=0.4, replay__capacity=2 * steps, **changes)
     flaky = Flaky(failures=failures, chance=chance, kinds=kinds)
-    before = threading.active_count()
+    before = threading.enumerate()
     runtime = make(config, flaky.environment())
     state = runtime.init(jax.random.key(0))
     last = runtime.updates_at(steps)
@@ -244,10 +245,7 @@ def run_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str
     needed = sebulba.pipeline.make_pace(config).steps_before(last)
     assert saved.env_steps == -(-needed // 4) * 4
     assert check_rows(saved) * 4 == saved.env_steps, "the ring holds every row that was counted, once"
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threads_beside(before, seconds=10) == []
     return seen, check_rows(saved) * 4 - saved.env_steps
 
 
