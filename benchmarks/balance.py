@@ -1,10 +1,10 @@
 """From a wrong allocation to the right one: corrections by the balance of each run, on a simulated machine and on this one.
 
 Simulated: 16 cores, 4 accelerators that act, search or learn (or one, on which the three take turns), and memory. Pipelines are
-random ones that the simulator runs; the corrections see what a run used of each resource, and the predictor, which knows the
-pipeline but not how long its stages really take. They start from every allocation that has a quarter, as much or four times
-the cores and the memory that the best one needs, under every division of the accelerators. ``settled`` is after how many
-corrections the time was within 5% of the best there is, and stayed so.
+random ones that the simulator runs; the corrections see what a run used of each resource, what earlier ones took, and the
+predictor, which knows the pipeline but not how long its stages really take. They start from every allocation that has a quarter,
+as much or four times the cores and the memory that the best one needs, under every division of the accelerators. ``settled`` is
+after how many corrections the time was within 5% of the best there is, and stayed so.
 
 ``--real``: on this machine from one core to two and back, from too little memory, and whether random configurations, with the
 allocation the tuner gives them, run out of memory.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ ENOUGH = 0.01  # of the predicted time: the demand is the least that is so near 
 MATTERS = 2.0  # worst over best: of pipelines that run alike under any allocation there is nothing to correct
 KEPT = 0.03  # of the predicted time: a division of accelerators that is so near to the best is left as it is
 MOST = 12  # corrections followed
+LONGER = 4  # times the simulator's events: what the best is called must not be a pipeline that still fills its queues
 MEMORY_ERROR = 0.1  # of predicted memory, in logarithms
 PROCESS_BYTES = 1e9
 TURNS = (1 / 3, 1 / 3, 1 / 3)  # one accelerator for three roles
@@ -84,7 +86,7 @@ def run_everywhere(workload: Any, rates: Any, coefficients: np.ndarray, memory_b
     import jax.numpy as jnp
 
     from predictor import stages
-    from predictor.simulator import simulate
+    from predictor.simulator import EVENTS, simulate
 
     table = np.array([(c, *d) for c in range(1, CORES + 1) for d in divisions(ACCELERATORS)], np.float32)
     roles = np.maximum(table[:, 1:], 1.0)
@@ -96,7 +98,7 @@ def run_everywhere(workload: Any, rates: Any, coefficients: np.ndarray, memory_b
     taking_turns = table[:, 1] < 1.0
     machines = machines._replace(cores=np.full(len(table), CORES, np.float32), devices=np.where(taking_turns, 1.0, ACCELERATORS))
     counted = jax.jit(stages)(workloads, machines)
-    ran = simulate(counted * jnp.asarray(coefficients)[None], workloads, machines)
+    ran = simulate(counted * jnp.asarray(coefficients)[None], workloads, machines, events=LONGER * EVENTS)
     return Case(table, np.asarray(ran.seconds_per_env_step), believed(counted, ran, workloads, machines), memory, memory_believed)
 
 
@@ -185,19 +187,35 @@ class Machine:
         """What a run takes; infinite where it runs out of memory."""
         return float(self.case.seconds[self.at(allocated)]) if allocated[1] >= self.case.memory else math.inf
 
-    def seen(self, allocated: np.ndarray) -> Any:
-        """What a run says: where it ran out of memory no more than that it did."""
+    def seen(self, runs: Sequence[np.ndarray]) -> Any:
+        """What the last of the runs says, and those before it: where one ran out of memory no more than that it did."""
         from tuner import allocate, balance
 
+        allocated = runs[-1]
         here, seconds = self.at(allocated), self.seconds(allocated)
         failed = math.isinf(seconds)
-        told = self.case.believed[-1 if failed else here]
+        told = self.expected(runs)
         wanted = self.case.allocations[self.cheapest(told, here)]
         cores = min(math.ceil(wanted[0] * (1.0 + allocate.HEADROOM)), CORES)
         memory = self.case.memory_believed if failed else self.case.memory
         memory = max(memory * (1.0 + allocate.HEADROOM), 2.0 * allocated[1] if failed else 0.0)
         gain, loss = self.marginal(told, here)
         return balance.Seen(seconds, np.array([cores, memory, *wanted[1:]]), self.limits, gain, loss)
+
+    def expected(self, runs: Sequence[np.ndarray]) -> np.ndarray:
+        """[A] seconds: as the last run that ran lets them be predicted, corrected by what that misses of all runs.
+
+        What it misses belongs to a division of the accelerators; one that was not tried yet is taken to be missed by as much
+        as the others on average.
+        """
+        ran = [self.at(allocated) for allocated in runs if math.isfinite(self.seconds(allocated))]
+        told = self.case.believed[ran[-1] if ran else -1].copy()
+        division = self.case.allocations[:, 1:]
+        missed = {tuple(division[index]): float(np.log(self.case.seconds[index] / told[index])) for index in ran}
+        if not missed:
+            return told
+        otherwise = float(np.mean(list(missed.values())))
+        return told * np.exp([missed.get(tuple(row), otherwise) for row in division])
 
     def marginal(self, told: np.ndarray, here: int) -> tuple[np.ndarray, np.ndarray]:
         """Log seconds that a core or an accelerator more wins, and one less costs, over its share of the machine."""
@@ -228,9 +246,10 @@ class Machine:
         """Seconds over the best's after each correction, the first before any; to the end of ``MOST`` or of corrections."""
         from tuner import balance
 
-        state, ratios = balance.start(start), [self.seconds(start) / self.best]
+        state, runs, ratios = balance.start(start), [], [self.seconds(start) / self.best]
         for _ in range(MOST):
-            after = balance.correct(state, self.seen(state.allocated), self.groups)
+            runs.append(state.allocated)
+            after = balance.correct(state, self.seen(runs), self.groups)
             if np.array_equal(after.allocated, state.allocated):
                 break
             state = after
@@ -261,8 +280,8 @@ def measure_simulated(seed: int, count: int) -> dict[str, Any]:
                 "spread": float(case.seconds.max() / case.seconds.min()),
                 "starts": len(need),
                 "worst_start": float(max(ratios[0] for ratios in found if math.isfinite(ratios[0]))),
-                "median": float(np.median(need)),
-                "worst": max(need) if max(need) < math.inf else None,  # None: somewhere it never settled
+                "median": _finite(float(np.median(need))),
+                "worst": _finite(max(need)),
                 "reached_within_3": float(np.mean([any(r <= NEAR for r in ratios[:4]) for ratios in found])),
                 "settled_within_3": float(np.mean([n <= 3 for n in need])),
                 "end_worst": max(ratios[-1] for ratios in found),
@@ -272,11 +291,16 @@ def measure_simulated(seed: int, count: int) -> dict[str, Any]:
     return {
         "pipelines": rows,
         "starts": sum(weights),
-        "median": float(np.median([row["median"] for row in rows])),
+        "median": _finite(float(np.median([math.inf if row["median"] is None else row["median"] for row in rows]))),
         "worst": None if any(row["worst"] is None for row in rows) else max(row["worst"] for row in rows),
         "reached_within_3": float(np.average([row["reached_within_3"] for row in rows], weights=weights)),
         "settled_within_3": float(np.average([row["settled_within_3"] for row in rows], weights=weights)),
     }
+
+
+def _finite(corrections: float) -> float | None:
+    """As JSON has it: None where it never settled."""
+    return corrections if math.isfinite(corrections) else None
 
 
 def _count(corrections: float | None) -> str:
@@ -290,12 +314,12 @@ def show(figures: dict[str, Any]) -> None:
     for row in figures["pipelines"]:
         division = "1 in turns" if row["accelerators"][0] < 1 else "+".join(f"{x:.0f}" for x in row["accelerators"])
         best = f"{row['cores']:.0f}, {division}"
-        shares = (f"{row['worst_start']:.2f}", f"{row['median']:.0f}", _count(row["worst"]), f"{row['settled_within_3']:.0%}")
+        shares = (f"{row['worst_start']:.2f}", _count(row["median"]), _count(row["worst"]), f"{row['settled_within_3']:.0%}")
         lines.add_row(best, f"{row['spread']:.1f}", str(row["starts"]), *shares, f"{row['end_worst']:.3f}")
     console.print(lines)
     console.print(
-        f"median {figures['median']:.0f}, worst {_count(figures['worst'])}; settled within 3: {figures['settled_within_3']:.1%}, "
-        f"reached within 3: {figures['reached_within_3']:.1%}"
+        f"median {_count(figures['median'])}, worst {_count(figures['worst'])}; "
+        f"settled within 3: {figures['settled_within_3']:.1%}, reached within 3: {figures['reached_within_3']:.1%}"
     )
 
 

@@ -242,8 +242,12 @@ SEARCHERS: dict[str, Searcher] = {
     "random": random,
     "Optuna TPE": _optuna(lambda optuna, seed: optuna.samplers.TPESampler(seed=seed)),
     "Optuna TPE, multivariate": _optuna(lambda optuna, seed: optuna.samplers.TPESampler(seed=seed, multivariate=True)),
+    "Optuna GP": _optuna(lambda optuna, seed: optuna.samplers.GPSampler(seed=seed)),
     "Optuna CMA-ES": _optuna(lambda optuna, seed: optuna.samplers.CmaEsSampler(seed=seed)),
     "GP, expected improvement": _model_based(_process),
     "XGBoost, as AutoTVM": _model_based(_trees),
     "scipy dual_annealing": dual_annealing,
 }
+
+# Packages that an extra does not bring: searchers are left out where they are missing.
+NEEDS = {"Optuna GP": "torch"}

@@ -3,17 +3,20 @@
 Played back offline: each searcher, from the same random start for each seed, asks for one configuration after the other and is
 told what was measured. Shown are the best found over the best there is, by number of configurations measured (medians over
 seeds), how many it takes to come within 1.10 of it, and the seconds: of compiling and timing as measured, and the searcher's own.
+``--plot`` draws both courses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from collected import at_reference_speed
@@ -23,9 +26,10 @@ from measuring import Task
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as Lines
-from searchers import SEARCHERS, Point, Problem, Spent, Trial
+from searchers import NEEDS, SEARCHERS, Point, Problem, Spent, Trial
 
 MARKS = (4, 8, 16, 24, 32)
+SECONDS = (60, 120, 240, 480)
 NEAR = 1.10
 BURST, START = 0.4, 2.0  # seconds that a burst takes at least, and that a process takes until it compiles
 console = Console(stderr=True)
@@ -109,16 +113,65 @@ def play(grid: Grid, name: str, seed: int, budget: int) -> list[Trial]:
     return problem.trials
 
 
-def judge(grid: Grid, trials: list[Trial], budget: int) -> dict[str, float]:
-    """Figures of one search: the best so far over the best there is, at each mark and to come within ``NEAR``."""
+class Course(NamedTuple):
+    """The best found over the best there is, after so many trials and so many seconds; infinite before anything was measured."""
+
+    by_trial: np.ndarray  # [budget]
+    elapsed: np.ndarray  # [budget] seconds
+
+    def at(self, seconds: np.ndarray) -> np.ndarray:
+        """By time instead."""
+        done = np.searchsorted(self.elapsed, seconds, side="right")
+        return np.concatenate([[np.inf], self.by_trial])[done]
+
+
+def course_of(grid: Grid, trials: list[Trial], budget: int) -> Course:
+    """The course of one search; one that only repeated itself stays where it was."""
     ratios = np.minimum.accumulate([trial.seconds for trial in trials]) / np.exp(grid.best)
-    ratios = np.concatenate([ratios, np.full(budget - len(ratios), ratios[-1])])  # one that only repeated itself
-    near = np.flatnonzero(ratios <= NEAR)
+    elapsed = [trial.elapsed for trial in trials]
+    left = budget - len(trials)
+    return Course(np.concatenate([ratios, np.full(left, ratios[-1])]), np.concatenate([elapsed, np.full(left, elapsed[-1])]))
+
+
+def judge(course: Course) -> dict[str, float]:
+    """Figures of one search: at each mark, and what it takes to come within ``NEAR``."""
+    near = np.flatnonzero(course.by_trial <= NEAR)
     return {
-        **{f"after_{mark}": float(ratios[mark - 1]) for mark in MARKS if mark <= budget},
-        "trials_to_near": float(near[0] + 1) if len(near) else float("inf"),
-        "seconds_to_near": trials[near[0]].elapsed if len(near) and near[0] < len(trials) else float("inf"),
+        **{f"after_{mark}": float(course.by_trial[mark - 1]) for mark in MARKS if mark <= len(course.by_trial)},
+        **{f"after_{mark}_seconds": float(course.at(np.array(mark))) for mark in SECONDS},
+        "trials_to_near": float(near[0] + 1) if len(near) else math.inf,
+        "seconds_to_near": float(course.elapsed[near[0]]) if len(near) else math.inf,
     }
+
+
+def draw(path: Path, courses: dict[str, dict[str, list[Course]]]) -> None:
+    """Medians over seeds, by trial and by time; a row of plots for each grid."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5 * len(courses)), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(courses), 2, squeeze=False)
+    for (name, searchers), (left, right) in zip(courses.items(), rows, strict=True):
+        for searcher, several in searchers.items():
+            style = {"linewidth": 2.5 if searcher == "ours" else 1.2, "linestyle": ":" if searcher.startswith("ours,") else "-"}
+            trials = np.arange(1, len(several[0].by_trial) + 1)
+            left.plot(trials, np.median([course.by_trial for course in several], axis=0), label=searcher, **style)
+            seconds = np.linspace(0.0, float(np.median([course.elapsed[-1] for course in several])), 400)
+            right.plot(seconds, np.median([course.at(seconds) for course in several], axis=0), label=searcher, **style)
+        for axes, what in ((left, "configurations measured"), (right, "seconds, compiling and searching included")):
+            axes.axhline(NEAR, color="tab:gray", linewidth=0.8)
+            axes.set(xlabel=what, ylabel="best found / best there is", title=name, yscale="log", ylim=(0.98, 3.0))
+            axes.set_yticks([1.0, 1.1, 1.25, 1.5, 2.0, 3.0], labels=["1.0", "1.1", "1.25", "1.5", "2", "3"], minor=False)
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        right.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def _plain(value: float) -> float | None:
+    """As JSON has it: None where it never came so far."""
+    return value if math.isfinite(value) else None
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -132,7 +185,8 @@ def show(figures: dict[str, Any]) -> None:
             lines.add_column(header, justify="right", no_wrap=True)
         for searcher, found in grid["searchers"].items():
             cells = [f"{found[f'after_{mark}']:.2f}" if f"after_{mark}" in found else "" for mark in MARKS]
-            lines.add_row(searcher, *cells, f"{found['trials_to_near']:.0f}", f"{found['seconds_to_near']:.0f}")
+            needed = ["never" if found[key] is None else f"{found[key]:g}" for key in ("trials_to_near", "seconds_to_near")]
+            lines.add_row(searcher, *cells, *needed)
         console.print(lines)
 
 
@@ -142,19 +196,28 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=48, help="configurations that a search may measure")
     parser.add_argument("--data", type=Path, default=DATA / "grids", help="folder of what was measured")
     parser.add_argument("--only", metavar="TEXT", help="searchers whose name has it")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the courses of all searchers")
     args = parser.parse_args()
     if args.seeds < 1 or args.budget < 1:
         parser.error(f"--seeds ({args.seeds}) and --budget ({args.budget}) must be at least 1")
     use_device(args.device)
     figures: dict[str, Any] = {"seeds": args.seeds, "budget": args.budget, "grids": {}}
     names = [name for name in SEARCHERS if not args.only or args.only in name]
+    for name, package in NEEDS.items():
+        if name in names and importlib.util.find_spec(package) is None:
+            console.print(f"{name}: left out, it needs the package {package}, which is not installed")
+            names.remove(name)
+    courses: dict[str, dict[str, list[Course]]] = {}
     with Progress(console=console) as progress:
         for grid in load(args.data):
             near = sum(value <= NEAR * np.exp(grid.best) for value in grid.seconds.values()) / len(grid.seconds)
-            found: dict[str, dict[str, float]] = {}
+            found: dict[str, dict[str, float | None]] = {}
             for name in progress.track(names, description=grid.name):
-                searches = [judge(grid, play(grid, name, seed, args.budget), args.budget) for seed in range(args.seeds)]
-                found[name] = {key: float(np.median([figure[key] for figure in searches])) for key in searches[0]}
+                played = [course_of(grid, play(grid, name, seed, args.budget), args.budget) for seed in range(args.seeds)]
+                courses.setdefault(grid.name, {})[name] = played
+                searches = [judge(course) for course in played]
+                medians = {key: float(np.median([figure[key] for figure in searches])) for key in searches[0]}
+                found[name] = {key: _plain(value) for key, value in medians.items()}
             figures["grids"][grid.name] = {
                 "configurations": len(grid.seconds),
                 "spread": float(np.exp(grid.worst - grid.best)),
@@ -162,6 +225,9 @@ def main() -> None:
                 "searchers": found,
             }
     show(figures)
+    if args.plot:
+        draw(args.plot, courses)
+        console.print(f"drawn: {args.plot}")
     finish("tuner", figures, record=args.record)
 
 

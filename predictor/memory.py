@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from predictor.analytic import Value
+from predictor.analytic import Rates, Value
 from predictor.schema import Workload
 
 _COPIES = 6.0  # of parameters: online, target, two moments, gradient, update
@@ -74,3 +74,18 @@ def resident_bytes(workload: Workload) -> jax.Array:
     w = workload
     parts = replay_resident_bytes(w) + tree_resident_bytes(w) + learner_resident_bytes(w) + queue_resident_bytes(w)
     return jnp.asarray(parts + _COPIES * 4.0 * parameter_count(w) + published_bytes(w), jnp.float32)
+
+
+def fits(w: Workload, hardware: Rates, process_bytes: Value, limit: Value) -> Value:
+    """Whether a training has the memory it needs once it is compiled, bool [...]: of the host, and of its devices.
+
+    The host holds the process, the copy of the state that saving takes and, where it is the device, the training itself.
+
+    Args:
+      process_bytes: of the process, beside what the training holds.
+      limit: bytes of the host's memory that may be taken, if that is less than there is.
+    """
+    held = resident_bytes(w)
+    host = process_bytes + saved_bytes(w) + hardware.on_host * held
+    room = jnp.where(jnp.asarray(hardware.on_host) > 0.0, jnp.inf, hardware.device_memory_bytes * w.num_devices)
+    return (host <= jnp.minimum(hardware.memory_bytes, limit)) & (held <= room)

@@ -219,6 +219,7 @@ class Measurement(_Record):
     peak_bytes: float | None = None  # resident memory of the process, with the copy of its state that saving takes
     device_peak_bytes: float | None = None  # where the device tells
     cpu_use: float | None = None  # cores busy on average, in the steady state
+    joules_per_env_step: float | None = None  # of the whole processor and accelerators, where counters can be read
     repeats: tuple[float, ...] = ()  # seconds an environment step of each repeat
     wall_seconds: float = 0.0  # of the whole measurement, process start included
     # Of a runtime with threads, means over the steady state; absent elsewhere.

@@ -28,7 +28,9 @@ EVENTS = 2048
 JITTER = 0.25  # coefficient of variation of what a thread's next round takes
 _SEGMENTS = 4  # that a round has at most: Python, environments, narrow and spread parts of a program
 _IDLE, _PUT = 0, _SEGMENTS + 1  # before the first segment, and after the last
-_FINEST = 1.0 / 8.0  # of an update, that a simulated round of self-play makes: shorter rounds are taken together
+# A simulated round of self-play makes at least this share of an update, and of what self-play may be ahead: shorter rounds are
+# taken together, or half of the events would not do to fill the queues.
+_FINEST, _FINEST_AHEAD = 1.0 / 8.0, 1.0 / 64.0
 _DISPATCHES = 3.0  # of the second half, at least, for the pace to be told by their ends
 _PLENTY = 1e6
 
@@ -198,7 +200,8 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
     per_update = w.batch_size / w.replay_ratio  # environment steps
     group = dict(zip(_PARTS, jnp.matmul(seconds * per_update, _MEMBERS, precision="highest"), strict=True))
     row = w.num_envs / per_update  # updates' worth that a row of self-play is
-    unit = row * jnp.maximum(jnp.round(_FINEST / row), 1.0)
+    window = jnp.asarray(staleness(w))
+    unit = row * jnp.maximum(jnp.round(jnp.maximum(_FINEST, _FINEST_AHEAD * window) / row), 1.0)
     on_host, cores = hardware.on_host > 0.0, jnp.maximum(w.cores, 1.0)
     own = on_host & (w.role_threads > 0.0)
     wide = jnp.where(own, w.role_threads, cores)  # threads that a large product takes
@@ -257,7 +260,7 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
         exists=jnp.asarray(_INDEX) < count[_KIND],
         threads=count,
         unit=unit,
-        window=jnp.asarray(staleness(w)),
+        window=window,
         loop_count=jnp.asarray(w.loop_count),
         queues=jnp.stack([w.search_queue_size, w.batch_queue_size]),
     )

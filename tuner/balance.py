@@ -7,7 +7,9 @@ alone. What the method does not say, a mean hides: where B is between the two an
 demand, it is increased as if B were low.
 
 A correction moves one resource, so that the next run tells what it did: where that takes ``WORSE`` times as long the move is
-undone, and not tried again until the demand for that resource changes by more than d.
+undone, and not tried again until the demand for that resource changes by more than d, or the move of another one has paid: what
+does not help while cores are short may help when they are not. What an undone move goes back to was measured, so that the next
+move is made from there at once.
 """
 
 from __future__ import annotations
@@ -55,13 +57,14 @@ class State(NamedTuple):
     before: np.ndarray  # the last move
     seconds: float  # of the run before the last move; NaN before any
     moved: int  # resource of that move, NOTHING where there is none to judge
-    refused: np.ndarray  # the demand at which a move was undone; NaN where none was
+    asked: np.ndarray  # where that move was to go; what is allocated may be rounded
+    refused: np.ndarray  # where a move that was undone was to go; NaN where none was
 
 
 def start(allocated: ArrayLike) -> State:
     """The state of whoever has been given ``allocated`` [C], and has corrected nothing yet."""
     given = np.asarray(allocated, np.float64)
-    return State(given, given, math.nan, NOTHING, np.full_like(given, np.nan))
+    return State(given, given, math.nan, NOTHING, given, np.full_like(given, np.nan))
 
 
 def balance_factor(allocated: ArrayLike, wanted: ArrayLike) -> jnp.ndarray:
@@ -80,7 +83,7 @@ def verdict(factor: float, threshold: float = THRESHOLD) -> Verdict:
 
 
 def correct(state: State, seen: Seen, groups: tuple[int, ...] = GROUPS, threshold: float = THRESHOLD) -> State:
-    """The state after a run under ``state.allocated``: at most one resource moved, to its demand, or the last move undone.
+    """The state after a run under ``state.allocated``: the last move undone if it did not pay, and at most one resource moved.
 
     Args:
       state: [C] columns.
@@ -88,15 +91,20 @@ def correct(state: State, seen: Seen, groups: tuple[int, ...] = GROUPS, threshol
         do that change their role.
       threshold: d.
     """
-    column = np.asarray(groups)
+    column, target = np.asarray(groups), _target(seen)
+    here, seconds, refused = state.allocated, seen.seconds, state.refused
     if state.moved != NOTHING and seen.seconds > WORSE * state.seconds:
-        refused = np.where(column == state.moved, seen.wanted, state.refused)
-        return State(state.before, state.before, state.seconds, NOTHING, refused)
-    changed = np.abs(seen.wanted - state.refused) > threshold * state.refused
-    refused = np.where(changed, np.nan, state.refused)
-    resource = _to_move(state._replace(refused=refused), seen, column, threshold)
-    moved = np.where(column == resource, _target(seen), state.allocated)
-    return State(moved, state.allocated, seen.seconds, resource, refused)
+        here, seconds = state.before, state.seconds
+        refused = np.where(column == state.moved, state.asked, refused)
+        if math.isinf(seen.seconds):  # it did not run, so that what it said is a guess
+            return State(here, here, seconds, NOTHING, here, refused)
+    elif state.moved != NOTHING and WORSE * seen.seconds < state.seconds:
+        refused = np.full_like(refused, np.nan)
+    changed = np.abs(target - refused) > threshold * refused
+    refused = np.where(changed, np.nan, refused)
+    resource = _to_move(here, refused, seen, column, threshold)
+    moved = np.where(column == resource, target, here)
+    return State(moved, here, seconds, resource, moved, refused)
 
 
 def _target(seen: Seen) -> np.ndarray:
@@ -104,11 +112,11 @@ def _target(seen: Seen) -> np.ndarray:
     return np.minimum(np.maximum(seen.wanted, seen.limits.minimum), seen.limits.maximum)
 
 
-def _to_move(state: State, seen: Seen, column: np.ndarray, threshold: float) -> int:
+def _to_move(allocated: np.ndarray, refused: np.ndarray, seen: Seen, column: np.ndarray, threshold: float) -> int:
     """The resource that the next correction moves; NOTHING inside the dead band, or where no move is left."""
     target = _target(seen)
-    ratio = np.where(target > 0, state.allocated / np.where(target > 0, target, 1.0), 1.0)
-    resources = [g for g in dict.fromkeys(column.tolist()) if np.isnan(state.refused[column == g]).any()]
+    ratio = np.where(target > 0, allocated / np.where(target > 0, target, 1.0), 1.0)
+    resources = [g for g in dict.fromkeys(column.tolist()) if np.isnan(refused[column == g]).any()]
     least = {g: float(ratio[column == g].min()) for g in resources}
     most = {g: float(ratio[column == g].max()) for g in resources}
     short = [g for g in resources if least[g] < 1.0 - threshold]
@@ -124,7 +132,7 @@ def _to_move(state: State, seen: Seen, column: np.ndarray, threshold: float) -> 
 
     if math.isinf(seen.seconds) and MEMORY in short:
         return MEMORY  # it did not run for want of that: the rest of what it said is a guess
-    whole = [(state.allocated[column == g].sum(), seen.wanted[column == g].sum()) for g in dict.fromkeys(column.tolist())]
+    whole = [(allocated[column == g].sum(), seen.wanted[column == g].sum()) for g in dict.fromkeys(column.tolist())]
     said = verdict(float(balance_factor(*np.array(whole).T)), threshold)
     if said is Verdict.OVER and over:
         return excess([g for g in over if g != ACCELERATOR] or over)

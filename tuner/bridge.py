@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from muzerox import allocation as allocations
-from muzerox import live, usage
+from muzerox import energy, live, usage
 from muzerox.algorithms import make_algorithm
 from muzerox.allocation import GIB, available_cores, available_memory
 from muzerox.cli import add_config_arguments, add_output_arguments, make_config
@@ -75,6 +75,7 @@ __all__ = [
     "make_config",
     "make_model",
     "measure_drift",
+    "no_energy",
     "parse_assignment",
     "print_table",
     "toml",
@@ -193,6 +194,7 @@ class Session:
             self._lead = make_window(config)
         self._run(1, 2 if self._threaded else 1)  # the second batch under threads has to be played for
         self.compile_seconds = time.perf_counter() - start
+        self._meter, _ = energy.find_meter(jax.default_backend())
         before = time.perf_counter()
         self._run(1, self._lead + self._cycle)  # once more, so that no first use of anything is timed
         self._seconds_an_update = (time.perf_counter() - before) / (self._lead + self._cycle)
@@ -217,12 +219,15 @@ class Session:
             loop_count = updates  # asked for at once
             self._run(1, self._lead)
         whole, rest = divmod(updates, loop_count)
+        if self._meter:
+            self._meter.joules()
         cpu, wall = usage.cpu_seconds(), time.perf_counter()
         if whole:
             self._run(whole, loop_count)
         if rest:
             self._run(1, rest)
         wall, cpu = time.perf_counter() - wall, usage.cpu_seconds() - cpu
+        joules = self._meter.joules() / (updates * self._steps_an_update) if self._meter else None
         self._seconds_an_update = wall / updates
         losses = self._report.metrics.get("loss", math.nan)
         if self._threaded:
@@ -233,6 +238,7 @@ class Session:
             "cpu_use": cpu / wall,
             "peak_bytes": usage.peak_bytes() + self._saved_bytes,
             "device_peak_bytes": _device_peak_bytes(),
+            "joules_per_env_step": joules,
             "finite": bool(math.isfinite(losses)),
             **_pipeline_figures(self._report.pipeline, wall),
         }
@@ -265,6 +271,12 @@ def _come_to_rest(most: float = 10.0) -> None:
 def _device_peak_bytes() -> float | None:
     stats = jax.devices()[0].memory_stats() or {}
     return float(stats["peak_bytes_in_use"]) if "peak_bytes_in_use" in stats else None
+
+
+def no_energy(platform: str) -> str | None:
+    """Why this machine's energy cannot be read; None where it can."""
+    meter, says = energy.find_meter(platform)
+    return None if meter else says
 
 
 def device_facts() -> dict[str, Any]:

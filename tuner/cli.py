@@ -59,7 +59,7 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
         help="sebulba: share of time that learning from what is a period of the target network older must win (default 0.02)",
     )
     parser.add_argument(
-        "--objective", default="time", metavar="GOAL", help="time (default), cost, or a mix such as time=0.7,cost=0.3"
+        "--objective", default="time", metavar="GOAL", help="time (default), cost, energy, or a mix such as time=0.7,cost=0.3"
     )
     parser.add_argument(
         "--prices", default="", metavar="LIST", help="of an hour, for cost (default core=0.04,gib=0.005,device=2.5)"

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from predictor import Hardware, RuntimePredictor, Workload, resident_bytes, stack
+from predictor import Hardware, RuntimePredictor, Workload, hardware_rates, stack
+from predictor.memory import fits
 from tuner.history import Trial
 from tuner.space import Knob, Space, feasible
 
@@ -71,7 +72,9 @@ def effects(
     factors = np.exp(log_seconds[1:] - log_seconds[0])
     candidates = stack([workload, *sets])
     allowed = np.asarray(feasible(candidates, space.max_num_envs, space.max_staleness))
-    allowed = (allowed & (np.asarray(resident_bytes(candidates)) < hardware.memory_bytes))[1:]
+    offsets = predictor.params.offsets
+    fitting = fits(candidates, hardware_rates(hardware), offsets.process_bytes, offsets.feasible_bytes)
+    allowed = (allowed & np.asarray(fitting))[1:]
     found: list[Effect] = []
     begin = 0
     for knob, options in zip(space.knobs, space.choices, strict=True):

@@ -1,7 +1,7 @@
-"""What a tuning is to minimise, and what it may not exceed: seconds, money, or a mix of both.
+"""What a tuning is to minimise, and what it may not exceed: seconds, money, energy, or a mix of them.
 
-A goal is a weighted geometric mean: with a weight w of money, seconds an environment step to the power of 1 - w, times what the
-step costs to the power of w. Units do not matter then, and a mix of halves takes half the speed for half the price of an hour.
+A goal is a weighted geometric mean: seconds an environment step, what the step costs and the joules it takes, each to the power
+of its weight. Units do not matter then, and a mix of halves takes half the speed for half the price of an hour.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from predictor import Hardware
 from tuner.bridge import GIB, Config, UserError
 
 PRICES = {"core": 0.04, "gib": 0.005, "device": 2.5}  # of an hour, as a cloud's machines cost about; only ratios matter
-_WEIGHTS = ("time", "cost")
+_WEIGHTS = ("time", "cost", "energy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goal:
     """Weights, prices and bounds. The default is seconds, on all there is."""
 
-    money: float = 0.0  # weight of what an environment step costs, from 0 to 1; the rest is that of its seconds
+    money: float = 0.0  # weight of what an environment step costs, from 0 to 1
+    energy: float = 0.0  # of the joules it takes; the rest is that of its seconds
     core: float = PRICES["core"]  # price of an hour
     gib: float = PRICES["gib"]
     device: float = PRICES["device"]
@@ -32,7 +33,7 @@ class Goal:
     def parse(
         cls, objective: str = "time", prices: str = "", max_cores: int | None = None, max_memory_gib: float | None = None
     ) -> Goal:
-        """From ``time``, ``cost`` or ``time=0.7,cost=0.3``, and ``core=0.04,gib=0.005,device=2.5``. Raises UserError."""
+        """From ``time``, ``cost``, ``energy`` or ``time=0.7,cost=0.3``, and ``core=0.04,gib=0.005``. Raises UserError."""
         if objective in _WEIGHTS:
             objective = f"{objective}=1"
         weights = dict.fromkeys(_WEIGHTS, 0.0) | _numbers("objective", objective, _WEIGHTS, "time or time=0.7,cost=0.3")
@@ -45,7 +46,8 @@ class Goal:
             raise UserError("max_cores", max_cores, "must be at least 1", 1)
         if max_memory_gib is not None and not 0.25 <= max_memory_gib < math.inf:
             raise UserError("max_memory", max_memory_gib, "must be at least 0.25 GiB", 0.25)
-        return cls(money=weights["cost"] / sum(weights.values()), **found, max_cores=max_cores, max_memory_gib=max_memory_gib)
+        money, energy = (weights[name] / sum(weights.values()) for name in ("cost", "energy"))
+        return cls(money=money, energy=energy, **found, max_cores=max_cores, max_memory_gib=max_memory_gib)
 
     def within(self, hardware: Hardware) -> Hardware:
         """The machine, with no more memory than the goal allows; what it is called changes with it."""
@@ -65,8 +67,9 @@ class Goal:
     @property
     def name(self) -> str:
         """What is minimised, as ``--objective`` has it."""
-        mix = f"time={1.0 - self.money:.3g},cost={self.money:.3g}"
-        return {0.0: "time", 1.0: "cost"}.get(self.money, mix)
+        weights = dict(zip(_WEIGHTS, (1.0 - self.money - self.energy, self.money, self.energy), strict=True))
+        mixed = [f"{name}={weight:.3g}" for name, weight in weights.items() if weight > 1e-9]
+        return ",".join(mixed) if len(mixed) > 1 else mixed[0].partition("=")[0]
 
 
 def _numbers(name: str, text: str, known: tuple[str, ...], example: str) -> dict[str, float]:

@@ -40,15 +40,18 @@ class Levels:
         fine = {self._start.precision.level, REFERENCE, *(drift.level for drift in self.drifts if drift.accepted)}
         return [trial for trial in trials if level_of(trial) in fine]
 
-    def newly_refused(self, trials: Sequence[Trial]) -> list[str]:
+    def newly_refused(self, trials: Sequence[Trial], value: Callable[[Trial], float]) -> list[str]:
         """Examines each level that beats the start (the first of ``trials``) by ``MIN_GAIN`` and was not examined yet.
+
+        Args:
+          value: of a trial, what is minimised; infinite where it failed.
 
         Returns:
           Levels that are refused and that no call has returned before.
         """
-        for level, speedup in self._faster(trials).items():
+        for level, speedup in self._better(trials, value).items():
             if level not in self._drifts:
-                self._say(f"precision {level} is {speedup:.2f}x as fast as the start: comparing its numbers with {REFERENCE}'s")
+                self._say(f"precision {level} is {speedup:.2f}x as good as the start: comparing its numbers with {REFERENCE}'s")
                 drift = measure_drift(self._start, [level], hardware=self._hardware, timeout=self._timeout)[level]
                 self._drifts[level] = dataclasses.replace(drift, speedup=speedup)
                 self._folder.save_drifts(self.drifts)
@@ -57,13 +60,13 @@ class Levels:
         self._told.update(refused)
         return refused
 
-    def _faster(self, trials: Sequence[Trial]) -> dict[str, float]:
-        """Levels to be examined, with how many times as fast as the start their best trial is."""
+    def _better(self, trials: Sequence[Trial], value: Callable[[Trial], float]) -> dict[str, float]:
+        """Levels to be examined, with how many times as good as the start their best trial is."""
         known = {self._start.precision.level, REFERENCE}
         found: dict[str, float] = {}
         for trial in trials[1:]:
-            if trial.seconds and trials[0].seconds and level_of(trial) not in known:
-                found[level_of(trial)] = max(found.get(level_of(trial), 0.0), trials[0].seconds / trial.seconds)
+            if trials[0].seconds and level_of(trial) not in known:
+                found[level_of(trial)] = max(found.get(level_of(trial), 0.0), value(trials[0]) / value(trial))
         return {level: speedup for level, speedup in found.items() if speedup >= MIN_GAIN}
 
 

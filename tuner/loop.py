@@ -27,6 +27,7 @@ from tuner.bridge import (
     concrete,
     enable_cache,
     get,
+    no_energy,
 )
 from tuner.comparison import MAX_ROUNDS, MIN_GAIN, MIN_ROUNDS
 from tuner.fingerprint import fingerprint
@@ -90,6 +91,8 @@ def tune(
     enable_cache()  # annealer and predictor are programs, too
     with Progress(seconds, quiet=quiet) as progress, _on_cpu():
         hardware = fingerprint(say=progress.say)
+        if goal.energy and (why := no_energy(hardware.platform)):
+            raise UserError("objective", goal.name, f"energy cannot be read on this machine: {why}", "cost")
         start = goal.bounded(concrete(config, hardware.platform))
         folder.create(start)
         progress.enter(folder.lock())
@@ -201,11 +204,13 @@ class _Tuning:
         if first.outcome != Outcome.OK:
             fits = corrections.would_run(self.start, first, self.predictor, self.hardware)
             raise UserError("configuration", None, f"the initial one does not run here: {first.outcome}: {first.error}", fits)
+        if self.goal.energy and first.joules_per_env_step is None:
+            raise UserError("objective", self.goal.name, "its energy was not measured", "cost")
 
     def _learn(self) -> None:
         """The predictor, by this tuning's own runs beside what it knew."""
         self.proposer.learn([(self.space.encode(trial.changes), trial.measurement) for trial in self.trials])
-        for level in self.levels.newly_refused(self.trials):
+        for level in self.levels.newly_refused(self.trials, self._value):
             self.proposer.cover(every_point_with(self.space, "precision.level", level))
 
     def _round(self, number: int) -> bool:

@@ -194,6 +194,7 @@ class Timing:
 
         seconds = median("seconds_per_env_step")
         device = [burst["device_peak_bytes"] for burst in bursts if burst["device_peak_bytes"] is not None]
+        joules = [burst["joules_per_env_step"] for burst in bursts if burst["joules_per_env_step"] is not None]
 
         def age(name: str) -> float | None:
             return median(name) if all(name in burst for burst in bursts) else None
@@ -211,6 +212,7 @@ class Timing:
             peak_bytes=peak,
             device_peak_bytes=max(device) if device else None,
             cpu_use=median("cpu_use"),
+            joules_per_env_step=statistics.median(joules) if len(joules) == len(bursts) else None,
             repeats=tuple(burst["seconds_per_env_step"] for burst in bursts),
             waits={name: statistics.median(burst["waits"].get(name, 0.0) for burst in bursts) for name in sorted(waits)},
             batch_staleness=age("batch_staleness"),

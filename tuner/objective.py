@@ -1,4 +1,4 @@
-"""What the annealer minimises: predicted seconds or what they cost, and small prices on what else a configuration takes.
+"""What the annealer minimises: predicted seconds, what they cost or the energy they take, and small prices on what else is taken.
 
 Without them knobs that stop mattering for speed are noise: of two configurations of a speed, the better one leaves more cores
 and memory to others, and learns from what is less old.
@@ -16,12 +16,15 @@ import numpy as np
 
 from predictor import Hardware, Measurement, Params, Rates, Workload, hardware_rates, log_seconds, resident_bytes, staleness
 from predictor.analytic import Value
+from predictor.memory import fits
 from tuner.goal import Goal
 from tuner.residual import Residual, capacity, evaluate
 from tuner.space import Space, Tables, feasible, select, workloads
 
 RESOURCE_PRICE = 0.01  # taking all cores and all memory of the machine costs this share of time
 STALENESS_PRICE = 0.02  # so does learning from what is a period of the target network old
+# Watts, about: what a machine takes that idles, a core, a GiB, a device more. Measured energy corrects what they say.
+_IDLE_WATTS, _CORE_WATTS, _GIB_WATTS, _DEVICE_WATTS = 20.0, 8.0, 0.4, 300.0
 ANY, NO_POINT = -1, -2  # entries of ``measured``: matches every choice, and none
 
 
@@ -32,18 +35,20 @@ class Limits(NamedTuple):
     max_staleness: Value  # updates
     staleness_price: Value  # of an update
     curiosity: Value = 0.0  # log seconds that a standard deviation of what is not known is worth; negative shuns risks
-    max_bytes: Value = np.inf  # of memory that a training holds
-    money: Value = 0.0  # weight of what an environment step costs, from 0 to 1; the rest is that of its seconds
+    max_bytes: Value = np.inf  # of the host's memory
+    money: Value = 0.0  # weight of what an environment step costs, from 0 to 1
+    energy: Value = 0.0  # of the joules it takes; the rest is that of its seconds
     core_price: Value = 0.0  # of an hour
     gib_price: Value = 0.0
     device_price: Value = 0.0
+    device_watts: Value = 0.0
 
 
 def limits_of(goal: Goal, hardware: Hardware, space: Space, staleness_price: float, curiosity: float = 0.0) -> Limits:
     """What a goal means on a machine, for the points of a grid."""
-    device = goal.device if hardware.platform != "cpu" else 0.0
+    price, watts = (goal.device, _DEVICE_WATTS) if hardware.platform != "cpu" else (0.0, 0.0)
     bounds = space.max_num_envs, space.max_staleness, staleness_price, curiosity, goal.within(hardware).memory_bytes
-    return Limits(*map(jnp.float32, (*bounds, goal.money, goal.core, goal.gib, device)))
+    return Limits(*map(jnp.float32, (*bounds, goal.money, goal.energy, goal.core, goal.gib, price, watts)))
 
 
 def price(workload: Workload, hardware: Rates, staleness_price: Value) -> Value:
@@ -54,10 +59,25 @@ def price(workload: Workload, hardware: Rates, staleness_price: Value) -> Value:
 
 
 def log_rent(workload: Workload, limits: Limits) -> Value:
-    """What turns log seconds into the log of what is minimised: the weighted log of an hour's price; 0 where only time counts."""
-    held = limits.gib_price * resident_bytes(workload) / 2**30
-    hour = limits.core_price * workload.cores + held + limits.device_price * workload.num_devices
-    return limits.money * jnp.log(jnp.maximum(hour, 1e-9))
+    """What turns log seconds into the log of what is minimised: the weighted logs of an hour's price and of power, both expected.
+
+    0 where only time counts.
+    """
+    held = resident_bytes(workload) / 2**30
+    hour = limits.core_price * workload.cores + limits.gib_price * held + limits.device_price * workload.num_devices
+    watts = _IDLE_WATTS + _CORE_WATTS * workload.cores + _GIB_WATTS * held + limits.device_watts * workload.num_devices
+    return limits.money * jnp.log(jnp.maximum(hour, 1e-9)) + limits.energy * jnp.log(watts)
+
+
+def missed_power(measurement: Measurement, limits: Limits) -> float:
+    """The weighted log of measured over expected power; 0 where energy does not count, infinite where it was not measured."""
+    if not float(limits.energy):
+        return 0.0
+    joules, seconds = measurement.joules_per_env_step, measurement.seconds_per_env_step
+    if not joules or not seconds:
+        return math.inf
+    expected = float(log_rent(measurement.workload, limits._replace(money=0.0, energy=1.0)))
+    return float(limits.energy) * (math.log(joules / seconds) - expected)
 
 
 def cost(measurement: Measurement, hardware: Hardware, limits: Limits) -> float:
@@ -66,7 +86,7 @@ def cost(measurement: Measurement, hardware: Hardware, limits: Limits) -> float:
     if not seconds:
         return math.inf
     paid = price(measurement.workload, hardware_rates(hardware), limits.staleness_price) + log_rent(measurement.workload, limits)
-    return math.log(seconds) + float(paid)
+    return math.log(seconds) + float(paid) + missed_power(measurement, limits)
 
 
 def energy(
@@ -104,7 +124,8 @@ def energy(
     matches = select(jnp.concatenate(same, axis=1).astype(jnp.float32), points, sizes)  # [M, C], knobs that are the same
     seen = jnp.any(matches > len(sizes) - 0.5, axis=0)
     allowed = feasible(workload, limits.max_num_envs, limits.max_staleness)
-    allowed &= (resident_bytes(workload) < jnp.minimum(hardware.memory_bytes, limits.max_bytes)) & ~seen
+    most = jnp.minimum(params.offsets.feasible_bytes, limits.max_bytes)
+    allowed &= fits(workload, hardware, params.offsets.process_bytes, most) & ~seen
     paid = log_rent(workload, limits) + price(workload, hardware, limits.staleness_price)
     return jnp.where(allowed, time + paid, jnp.inf)
 

@@ -16,7 +16,7 @@ import numpy as np
 from predictor import Hardware, Measurement, RuntimePredictor, hardware_rates, stack
 from tuner import anneal
 from tuner.goal import Goal
-from tuner.objective import cost, energy, excluded, limits_of, log_rent, price
+from tuner.objective import cost, energy, excluded, limits_of, log_rent, missed_power, price
 from tuner.residual import capacity, evaluate, make_residual
 from tuner.space import Space, workloads
 
@@ -72,7 +72,7 @@ class Proposer:
             rows = [m.workload for _, m in known]
             filled = rows + rows[:1] * (capacity(len(rows)) - len(rows))  # of few lengths, so that few programs are compiled
             predicted = np.asarray(self.predictor.log_seconds(stack(filled), self.hardware))[: len(rows)]
-            found = np.array([math.log(m.seconds_per_env_step or math.inf) for _, m in known])
+            found = np.array([math.log(m.seconds_per_env_step or math.inf) + missed_power(m, self.limits) for _, m in known])
             slowest = np.max(found, initial=-math.inf, where=np.isfinite(found))
             found = np.where(np.isfinite(found), found, np.maximum(predicted, slowest) + math.log(_FAILED))
             self._residual = make_residual(self.space, [point for point, _ in known], found - predicted)
@@ -87,7 +87,7 @@ class Proposer:
 
     def rent(self, measurement: Measurement) -> float:
         """What a second of a measured configuration counts as; 1 where only time matters."""
-        return math.exp(float(log_rent(measurement.workload, self.limits)))
+        return math.exp(float(log_rent(measurement.workload, self.limits)) + missed_power(measurement, self.limits))
 
     def cost(self, measurement: Measurement) -> float:
         """What is minimised, of a measured configuration; infinite where it failed."""
@@ -111,7 +111,10 @@ class Proposer:
         return np.asarray(_energy(jnp.asarray(points, jnp.int32), *self._arguments()))
 
     def log_seconds(self, points: np.ndarray) -> np.ndarray:
-        """Log of the seconds an environment step that are expected of points int32 [C, D]: float32 [C]."""
+        """Log of the seconds an environment step that are expected of points int32 [C, D]: float32 [C].
+
+        Where energy counts, times by how much more than expected of it they are to take.
+        """
         made = workloads(self.space.base, self.space.tables(), jnp.asarray(points, jnp.int32))
         missed, _ = evaluate(self._residual, jnp.asarray(points, jnp.int32))
         return np.asarray(self.predictor.log_seconds(made, self.hardware) + missed)

@@ -122,6 +122,9 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
         rows["predicted"] = f"{predicted:,.0f} environment steps/s, {predicted * ours.seconds_per_env_step - 1:+.0%} of measured"
     if result.objective != "time" and result.gain is not None:
         rows["objective"] = f"{result.objective}: {result.gain:.2f} times as good"
+    if start is not None and ours is not None and start.joules_per_env_step and ours.joules_per_env_step:
+        joules = start.joules_per_env_step, ours.joules_per_env_step
+        rows["energy"] = f"{1e3 * joules[1]:,.1f} J for 1,000 environment steps; {1e3 * joules[0]:,.1f} by default"
     rows |= precision_rows(result)
     rows |= pipeline_row(result.config)
     if start is not None and ours is not None and start.batch_staleness is not None and ours.batch_staleness is not None:

@@ -100,8 +100,53 @@ def test_a_move_that_costs_more_than_two_percent_is_undone_until_demand_changes(
 
 def test_what_was_undone_keeps_no_other_resource_from_moving() -> None:
     state = correct(balance.start([4.0, 3.0, 1.0]), seen([1.0, 1.0, 1.0], 1.0))
-    undone = correct(state, seen([1.0, 1.0, 1.0], 2.0))
-    assert list(correct(undone, seen([1.0, 1.0, 1.0], 1.0)).allocated) == [4.0, 1.0, 1.0]
+    other = correct(state, seen([1.0, 1.0, 1.0], 2.0))
+    # What it goes back to was measured: the other one moves from there at once, and is judged by that.
+    assert list(other.allocated) == [4.0, 1.0, 1.0]
+    assert (other.moved, other.seconds, list(other.before)) == (balance.MEMORY, 1.0, [4.0, 3.0, 1.0])
+    assert list(correct(other, seen([1.0, 1.0, 1.0], 1.0)).allocated) == [4.0, 1.0, 1.0]
+    assert list(correct(other, seen([1.0, 1.0, 1.0], 1.1)).allocated) == [4.0, 3.0, 1.0]
+
+
+def test_a_resource_goes_elsewhere_where_the_run_that_did_not_pay_says_so() -> None:
+    groups = (balance.CORES, balance.MEMORY, *[balance.ACCELERATOR] * 3)
+    wide = Limits(np.zeros(5), np.full(5, 100.0))
+
+    def told(seconds: float, *division: float) -> Seen:
+        return Seen(seconds, np.array([4.0, 8.0, *division]), wide, np.zeros(5), np.zeros(5))
+
+    state = correct(balance.start([4.0, 8.0, 2.0, 1.0, 1.0]), told(1.0, 1.0, 1.0, 2.0), groups)
+    assert list(state.allocated[2:]) == [1.0, 1.0, 2.0]
+    again = correct(state, told(1.5, 1.0, 1.0, 2.0), groups)
+    assert list(again.allocated[2:]) == [2.0, 1.0, 1.0]
+    elsewhere = correct(state, told(1.5, 1.0, 2.0, 1.0), groups)
+    assert list(elsewhere.allocated[2:]) == [1.0, 2.0, 1.0]
+    assert elsewhere.seconds == 1.0
+    assert list(correct(elsewhere, told(1.03, 1.0, 2.0, 1.0), groups).allocated[2:]) == [2.0, 1.0, 1.0]
+
+
+def test_what_was_undone_is_tried_again_once_another_move_has_paid() -> None:
+    state = correct(balance.start([1.0, 1.0, 1.0]), seen([4.0, 1.0, 2.0], 1.0))
+    assert state.moved == balance.ACCELERATOR
+    cores = correct(state, seen([4.0, 1.0, 2.0], 1.05))  # cores are what is short
+    assert list(cores.allocated) == [4.0, 1.0, 1.0]
+    for seconds, accelerators in ((0.99, 1.0), (0.5, 2.0)):  # by less than 2% nothing has paid
+        assert list(correct(cores, seen([4.0, 1.0, 2.0], seconds)).allocated) == [4.0, 1.0, accelerators]
+
+
+def test_a_move_that_ran_out_of_memory_is_undone_and_nothing_else() -> None:
+    state = correct(balance.start([4.0, 3.0, 1.0]), seen([4.0, 1.0, 1.0], 1.0))
+    assert list(state.allocated) == [4.0, 1.0, 1.0]
+    undone = correct(state, seen([1.0, 2.0, 1.0], math.inf))
+    assert list(undone.allocated) == [4.0, 3.0, 1.0]
+    assert undone.moved == NOTHING
+
+
+def test_a_move_that_was_rounded_is_not_tried_again() -> None:
+    state = correct(balance.start([4.0, 1.0, 1.0]), seen([1.4, 1.0, 1.0], 1.0))
+    undone = correct(state._replace(allocated=np.array([1.0, 1.0, 1.0])), seen([1.4, 1.0, 1.0], 1.5))
+    assert list(undone.allocated) == [4.0, 1.0, 1.0]
+    assert list(correct(undone, seen([1.4, 1.0, 1.0], 1.0)).allocated) == [4.0, 1.0, 1.0]
 
 
 def test_a_time_that_is_not_to_be_compared_undoes_nothing() -> None:
@@ -140,7 +185,7 @@ def simulated() -> Any:
 
 def test_three_corrections_settle_a_simulated_machine(simulated: Any) -> None:
     """Of three pipelines, from a quarter to four times the cores and memory, under every division of the accelerators."""
-    for case in simulated.draw(seed=1, count=8)[:3]:
+    for case in simulated.draw(seed=6, count=3):
         machine = simulated.Machine(case)
         starts = machine.starts()
         assert len(starts) > 20

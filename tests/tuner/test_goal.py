@@ -1,4 +1,4 @@
-"""What is minimised: seconds, money, mixes; and bounds."""
+"""What is minimised: seconds, money, energy, mixes; and bounds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 from muzerox import UserError
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload, hardware_rates, resident_bytes
+from predictor.memory import saved_bytes
 from tuner.bridge import Config
 from tuner.goal import Goal
-from tuner.objective import cost, energy, excluded, limits_of, log_rent
+from tuner.objective import cost, energy, excluded, limits_of, log_rent, price
 from tuner.proposer import Proposer
 from tuner.residual import make_residual
 from tuner.space import Space, knobs_up_to, make_space
@@ -28,15 +29,30 @@ def space(workload: Workload) -> Space:
     return make_space(knobs, {knob.path: knob.choices[0] for knob in knobs}, workload, lambda *_: True, 4096, math.inf)
 
 
-def measured(machine: Hardware, workload: Workload, cores: float, seconds: float) -> Measurement:
-    workload = dataclasses.replace(workload, cores=cores)
-    return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, seconds_per_env_step=seconds)
+def measured(machine: Hardware, workload: Workload, cores: float, seconds: float, watts: float | None = None) -> Measurement:
+    return Measurement(
+        hardware=machine,
+        workload=dataclasses.replace(workload, cores=cores),
+        outcome=Outcome.OK,
+        seconds_per_env_step=seconds,
+        joules_per_env_step=watts * seconds if watts else None,
+    )
 
 
 def test_goals_are_spelled() -> None:
     assert Goal.parse() == Goal()
     assert Goal.parse("cost").money == 1.0
     assert Goal.parse("time=0.6,cost=0.2").money == pytest.approx(0.25)
+    assert Goal.parse("energy").energy == 1.0
+    mixed = Goal.parse("time=1,energy=3")
+    assert (mixed.money, mixed.energy) == (0.0, 0.75)
+    assert [Goal.parse(text).name for text in ("time", "cost", "energy", "time=1,energy=3", "cost=1,energy=1")] == [
+        "time",
+        "cost",
+        "energy",
+        "time=0.25,energy=0.75",
+        "cost=0.5,energy=0.5",
+    ]
     assert Goal.parse("cost", "core=1, device=3").core == 1.0
     assert Goal.parse("cost", "core=1, device=3").device == 3.0
     for arguments in (("fast",), ("time=x",), ("time=nan",), ("cost", "core"), ("time", "", 0), ("time", "", None, 0.1)):
@@ -69,6 +85,15 @@ def test_four_cores_that_are_twice_as_fast_are_worth_their_time_but_not_their_pr
     assert better(Goal(money=0.6, gib=0.0)) == "cheap"
 
 
+def test_energy_is_what_was_measured_of_it(machine: Hardware, workload: Workload, space: Space) -> None:
+    fast, slow = measured(machine, workload, 4.0, 1.0, watts=90.0), measured(machine, workload, 1.0, 2.0, watts=30.0)
+    limits = limits_of(Goal(energy=1.0), machine, space, 0.0)
+    paid = [cost(m, machine, limits) - float(price(m.workload, hardware_rates(machine), 0.0)) for m in (fast, slow)]
+    np.testing.assert_allclose(paid, np.log([90.0, 60.0]), rtol=1e-5)
+    assert cost(measured(machine, workload, 1.0, 2.0), machine, limits) == math.inf, "nobody measured it"
+    assert math.isfinite(cost(measured(machine, workload, 1.0, 2.0), machine, limits_of(Goal(), machine, space, 0.0)))
+
+
 def test_what_is_proposed_is_cheap_where_money_counts(machine: Hardware, workload: Workload, space: Space) -> None:
     """Measured: four cores are 1.5 times as fast as one."""
     cores = [knob.path for knob in space.knobs].index("allocation.cores")
@@ -88,12 +113,32 @@ def test_what_is_proposed_is_cheap_where_money_counts(machine: Hardware, workloa
     assert proposed(Goal()) > 1
 
 
+@pytest.mark.parametrize(("watts_a_core", "best"), [(40.0, 1), (1.0, 4)])
+def test_what_is_proposed_takes_the_energy_that_was_measured(
+    machine: Hardware, workload: Workload, space: Space, watts_a_core: float, best: int
+) -> None:
+    """Four cores are 1.5 times as fast as one. Whether they take less energy is not for what is expected of a core to say."""
+    cores = [knob.path for knob in space.knobs].index("allocation.cores")
+    proposer = Proposer(space, machine, RuntimePredictor(), jax.random.key(0), 0.0, Goal(energy=1.0))
+    known = []
+    for point, seconds in (((0, 0), 3.0), ((0, 1), 2.5), ((0, 2), 2.0)):
+        count = float(space.choices[cores][point[cores]])
+        small = dataclasses.replace(workload, num_envs=8.0)
+        known.append((point, measured(machine, small, count, seconds * 1e-4, watts=10.0 + watts_a_core * count)))
+    proposer.learn(known)
+    point = proposer.propose(1)
+    assert point is not None
+    assert space.choices[cores][point[cores]] == best
+
+
 def test_more_memory_than_allowed_is_not_proposed(machine: Hardware, workload: Workload, space: Space) -> None:
     points = np.array([[0, 0], [1, 0]], np.int32)
-    held = [float(resident_bytes(dataclasses.replace(workload, num_envs=n))) for n in (8.0, 64.0)]
+    params, fitted = RuntimePredictor().params, (hardware_rates(machine), space.base, space.tables())
+    sizes = [dataclasses.replace(workload, num_envs=n) for n in (8.0, 64.0)]
+    # The process itself counts, and the copy that saving takes.
+    held = [float(params.offsets.process_bytes + saved_bytes(size) + resident_bytes(size)) for size in sizes]
     between = sum(held) / 2 / 2**30
     assert held[0] < between * 2**30 < held[1]
-    params, fitted = RuntimePredictor().params, (hardware_rates(machine), space.base, space.tables())
     limits = limits_of(Goal(max_memory_gib=between), machine, space, 0.0)
     found = energy(jnp.asarray(points), params, *fitted, limits, excluded(space, ()), make_residual(space, (), ()))
     np.testing.assert_array_equal(np.isfinite(np.asarray(found)), [True, False])
@@ -106,3 +151,23 @@ def test_the_start_is_kept_to_the_bounds(tiny: Config) -> None:
     assert bounded.allocation.memory_gib == 2.0
     assert Goal().bounded(start) == start
     assert Goal(max_cores=4).bounded(start).allocation.cores == 2
+
+
+def test_what_is_predicted_to_run_out_of_memory_is_not_proposed(machine: Hardware, workload: Workload, space: Space) -> None:
+    """On an accelerator by its own memory, and nowhere by more than has been seen to fail."""
+    points, params = jnp.asarray([[0, 0], [1, 0]], jnp.int32), RuntimePredictor().params
+    small, large = (float(resident_bytes(dataclasses.replace(workload, num_envs=n))) for n in (8.0, 64.0))
+    saved = float(params.offsets.process_bytes + saved_bytes(workload))
+    none = excluded(space, ()), make_residual(space, (), ())
+
+    def possible(hardware: Hardware, feasible_bytes: float) -> list[bool]:
+        seen = params._replace(offsets=params.offsets._replace(feasible_bytes=jnp.float32(feasible_bytes)))
+        limits = limits_of(Goal(), hardware, space, 0.0)
+        found = energy(points, seen, hardware_rates(hardware), space.base, space.tables(), limits, *none)
+        return np.isfinite(np.asarray(found)).tolist()
+
+    gpu = dataclasses.replace(machine, platform="gpu", device_memory_bytes=int((small + large) / 2))
+    assert possible(gpu, math.inf) == [True, False]
+    assert possible(dataclasses.replace(gpu, device_memory_bytes=int(2 * large)), math.inf) == [True, True]
+    assert possible(machine, math.inf) == [True, True]
+    assert possible(machine, saved + (small + large) / 2) == [True, False]
