@@ -6,6 +6,7 @@ instructions took (Khan et al., "RAPL in action", 2018, on how far these counter
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -72,13 +73,18 @@ def _packages(powercap: Path) -> tuple[list[Counter], str]:
             if not (name.startswith("package") or name == "dram"):
                 continue
             size = float((zone / "max_energy_range_uj").read_text()) * 1e-6
-            counter = Counter(f"{name} ({zone.name})", lambda file=zone / "energy_uj": float(file.read_text()) * 1e-6, size)
+            counter = Counter(f"{name} ({zone.name})", functools.partial(_joules, zone / "energy_uj"), size)
             counter.read()
         except OSError as error:
             refused = f"{error.filename}: {error.strerror}; as root: chmod a+r {powercap}/intel-rapl:*/energy_uj"
             continue
         counters.append(counter)
     return counters, refused or f"no counter of a processor's energy under {powercap}"
+
+
+def _joules(file: Path) -> float:
+    """Of a counter of microjoules."""
+    return float(file.read_text()) * 1e-6
 
 
 def _devices() -> tuple[list[Counter], str]:
