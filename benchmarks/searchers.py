@@ -1,7 +1,7 @@
 """Ways to search a grid of configurations, ours and what people would use instead; see ``tuner.py``.
 
 A searcher is ``(problem, seed)``; it asks :meth:`Problem.measure` for one point after the other until that raises :class:`Spent`.
-The first point is the same for all. To add one, add a row to ``SEARCHERS``. Those of libraries need ``muzerox[benchmarks]``.
+The first point is the same for all. To add one, add a row to ``SEARCHERS``. Those of libraries need ``muzerox[searchers]``.
 """
 
 from __future__ import annotations
@@ -220,6 +220,26 @@ def _process(seen: np.ndarray, values: np.ndarray, candidates: np.ndarray, _: np
     return int(np.argmax(deviation * (gain * norm.cdf(gain) + norm.pdf(gain))))
 
 
+def _botorch(seen: np.ndarray, values: np.ndarray, candidates: np.ndarray, rng: np.random.Generator) -> int:
+    """BoTorch as its tutorials have it: its default Gaussian process, and the logarithm of expected improvement."""
+    import torch
+    from botorch.acquisition import LogExpectedImprovement
+    from botorch.fit import fit_gpytorch_mll
+    from botorch.models import SingleTaskGP
+    from gpytorch.mlls import ExactMarginalLogLikelihood
+
+    torch.set_num_threads(1)  # matrices of a few dozen rows: more threads only wait for one another
+    torch.manual_seed(int(rng.integers(2**31)))
+    points, gains = torch.tensor(seen, dtype=torch.double), -torch.tensor(values, dtype=torch.double)[:, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of inputs that are the same in a column
+        model = SingleTaskGP(points, gains)
+        fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
+        with torch.no_grad():
+            scores = LogExpectedImprovement(model, gains.max())(torch.tensor(candidates, dtype=torch.double)[:, None, :])
+    return int(scores.argmax())
+
+
 def dual_annealing(problem: Problem, seed: int) -> None:
     """scipy's generalised simulated annealing of measurements themselves."""
     from scipy.optimize import dual_annealing as search
@@ -245,9 +265,10 @@ SEARCHERS: dict[str, Searcher] = {
     "Optuna GP": _optuna(lambda optuna, seed: optuna.samplers.GPSampler(seed=seed)),
     "Optuna CMA-ES": _optuna(lambda optuna, seed: optuna.samplers.CmaEsSampler(seed=seed)),
     "GP, expected improvement": _model_based(_process),
+    "BoTorch": _model_based(_botorch),
     "XGBoost, as AutoTVM": _model_based(_trees),
     "scipy dual_annealing": dual_annealing,
 }
 
-# Packages that an extra does not bring: searchers are left out where they are missing.
-NEEDS = {"Optuna GP": "torch"}
+# Packages of the extra ``searchers``, which is large: these are left out where they are missing.
+NEEDS = {"Optuna GP": "torch", "BoTorch": "botorch"}

@@ -185,7 +185,8 @@ def show(figures: dict[str, Any]) -> None:
             lines.add_column(header, justify="right", no_wrap=True)
         for searcher, found in grid["searchers"].items():
             cells = [f"{found[f'after_{mark}']:.2f}" if f"after_{mark}" in found else "" for mark in MARKS]
-            needed = ["never" if found[key] is None else f"{found[key]:g}" for key in ("trials_to_near", "seconds_to_near")]
+            trials, seconds = found["trials_to_near"], found["seconds_to_near"]
+            needed = ["never"] * 2 if trials is None or seconds is None else [f"{trials:g}", f"{seconds:.0f}"]
             lines.add_row(searcher, *cells, *needed)
         console.print(lines)
 
@@ -205,7 +206,7 @@ def main() -> None:
     names = [name for name in SEARCHERS if not args.only or args.only in name]
     for name, package in NEEDS.items():
         if name in names and importlib.util.find_spec(package) is None:
-            console.print(f"{name}: left out, it needs the package {package}, which is not installed")
+            console.print(f"{name}: left out, it needs the package {package}: pip install 'muzerox\\[searchers]'")
             names.remove(name)
     courses: dict[str, dict[str, list[Course]]] = {}
     with Progress(console=console) as progress:
