@@ -61,6 +61,17 @@ def test_what_is_short_sets_the_pace(
     assert float(found.seconds_per_env_step[0]) == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.parametrize("fields", [{}, {"selfplay_workers": 32.0}, {"loop_count": 64.0}, {"num_envs": 4.0}])
+def test_queues_fill_before_the_pace_is_told(make_threaded: MakeThreaded, fields: dict[str, float]) -> None:
+    """Self-play in short rounds may be far ahead of large dispatches; until it is, it takes the lock from all others."""
+    ahead = {"batch_size": 512.0, "replay_ratio": 4.0, "num_envs": 16.0, "selfplay_workers": 16.0, "loop_count": 32.0}
+    queues = {"cpu_actors": 8.0, "search_queue_size": 1.0, "batch_queue_size": 1.0, "step_in_process": 1.0}
+    stages = {"host_rows": 1.4e-5, "host_steps": 5e-6, "acting_flops": 1e-6, "acting_bytes": 2e-6, "ready": 6e-6}
+    workload = make_threaded(**{"cores": 64.0, **ahead, **queues, **fields})
+    found = run([workload], [{**stages, "learner_flops": 1e-6}], PLENTY)
+    assert float(found.seconds_per_env_step[0]) == pytest.approx(2e-5, rel=0.03)
+
+
 def test_one_device_for_all_runs_one_program_after_the_other(make_threaded: MakeThreaded) -> None:
     stages = {"learner_flops": 2e-5, "acting_bytes": 3e-5, "reanalysis_bytes": 1e-5}
     one = PLENTY._replace(devices=np.float32(1.0))
