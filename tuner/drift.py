@@ -106,7 +106,7 @@ class Drift:
 
     def explain(self) -> str:
         """One line, with figures."""
-        speed = f"{self.speedup:.2f}x as fast as the start; " if self.speedup is not None else ""
+        speed = f"{self.speedup:.2f}x as good as the start; " if self.speedup is not None else ""
         if self.figures is None:
             return f"{self.level}: {speed}could not be compared with {REFERENCE} ({self.failure}): not used"
         told = ", ".join(f"{what} ({limit})" for what, limit, _ in _checks(self.figures)[:_TOLD])

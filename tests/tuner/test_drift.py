@@ -50,7 +50,7 @@ REFUSED = Drift(level="O1", speedup=1.1, figures=dataclasses.replace(FINE, polic
 def test_a_level_within_the_limits_is_accepted_and_the_line_has_figures() -> None:
     assert ACCEPTED.accepted
     line = ACCEPTED.explain()
-    for part in ("O2: 1.60x as fast", "0.0002 nats", "limit 0.001", "0.40% of their spread", "1,000 updates", "accepted"):
+    for part in ("O2: 1.60x as good", "0.0002 nats", "limit 0.001", "0.40% of their spread", "1,000 updates", "accepted"):
         assert part in line, part
     assert "\n" not in line
 
@@ -163,6 +163,11 @@ def trials(tiny: Config, machine: Hardware, workload: Workload) -> list[Trial]:
     return [trial(0, "O0", 3e-5), trial(1, "O1", 2e-5), trial(2, "O2", 2.97e-5)]
 
 
+def seconds_of(trial: Trial) -> float:
+    """What is minimised."""
+    return trial.seconds or math.inf
+
+
 class DyingWorker(Worker):
     """A real one, killed as soon as it has been asked."""
 
@@ -178,11 +183,11 @@ def test_a_worker_that_dies_is_one_line_and_the_level_is_out_also_after_a_resume
     monkeypatch.setattr(tuner.drift, "Worker", DyingWorker)
     levels = Levels(start, machine, folder, said.append)
     assert levels.trusted(trials) == trials[:1]  # nothing is known of the others
-    assert levels.newly_refused(trials) == ["O1"]  # O2 does not beat the start by enough to be worth examining
-    assert levels.newly_refused(trials) == []
+    assert levels.newly_refused(trials, seconds_of) == ["O1"]  # O2 does not beat the start by enough to be worth examining
+    assert levels.newly_refused(trials, seconds_of) == []
     assert levels.trusted(trials) == trials[:1]
     assert len(said) == 2
-    assert "O1: 1.50x as fast as the start; could not be compared with O0 (crashed: killed by SIGSEGV" in said[1]
+    assert "O1: 1.50x as good as the start; could not be compared with O0 (crashed: killed by SIGSEGV" in said[1]
     assert "\n" not in said[1]
 
     def never(*_: object, **__: object) -> None:
@@ -190,7 +195,7 @@ def test_a_worker_that_dies_is_one_line_and_the_level_is_out_also_after_a_resume
 
     monkeypatch.setattr(tuner.levels, "measure_drift", never)
     again = Levels(start, machine, TuneDir(tmp_path), said.append)
-    assert again.newly_refused(trials) == ["O1"]
+    assert again.newly_refused(trials, seconds_of) == ["O1"]
     assert again.trusted(trials) == trials[:1]
     assert again.drifts == levels.drifts
     assert len(said) == 2
@@ -199,8 +204,17 @@ def test_a_worker_that_dies_is_one_line_and_the_level_is_out_also_after_a_resume
 def test_a_level_that_hangs_is_not_trusted(trials: list[Trial], machine: Hardware, tmp_path: Path) -> None:
     said: list[str] = []
     levels = Levels(Config.from_dict(trials[0].config), machine, TuneDir(tmp_path), said.append, timeout=0.2)
-    assert levels.newly_refused(trials) == ["O1"]
+    assert levels.newly_refused(trials, seconds_of) == ["O1"]
     assert "timeout: no answer within 0.2 s" in said[-1]
+
+
+def test_a_level_is_examined_where_it_is_better_in_what_is_minimised(
+    trials: list[Trial], machine: Hardware, tmp_path: Path
+) -> None:
+    """O1, which is faster, costs more, and O2 less."""
+    price = {"O0": 1.0, "O1": 1.2, "O2": 0.5}
+    levels = Levels(Config.from_dict(trials[0].config), machine, TuneDir(tmp_path), lambda _: None, timeout=0.2)
+    assert levels.newly_refused(trials, lambda trial: price[trial.changes["precision.level"]]) == ["O2"]
 
 
 def test_an_accepted_level_is_trusted_and_the_users_own_is_not_examined(
@@ -209,12 +223,12 @@ def test_an_accepted_level_is_trusted_and_the_users_own_is_not_examined(
     folder = TuneDir(tmp_path)
     folder.save_drifts([dataclasses.replace(ACCEPTED, level="O1")])
     levels = Levels(Config.from_dict(trials[0].config), machine, folder, pytest.fail)
-    assert levels.newly_refused(trials) == []
+    assert levels.newly_refused(trials, seconds_of) == []
     assert levels.trusted(trials) == trials[:2]
     other = TuneDir(tmp_path / "other")
     users = Levels(Config.from_dict(trials[1].config), machine, other, pytest.fail)
     backwards = [dataclasses.replace(trials[1], number=0), dataclasses.replace(trials[0], number=1)]
-    assert users.newly_refused(backwards) == []
+    assert users.newly_refused(backwards, seconds_of) == []
     assert users.trusted(backwards) == backwards
     assert not other.drift_file.exists()
 
