@@ -347,6 +347,15 @@ def test_an_interrupt_ends_a_wait_for_slow_environments() -> None:
     assert time.monotonic() - start < 10  # the rows alone take 25 s
 
 
+def test_an_interrupt_is_heeded_that_comes_before_there_is_a_pipeline() -> None:
+    runtime = make(pipeline_config(replay__min_size=1024))
+    state = runtime.init(jax.random.key(0))
+    runtime.interrupt()
+    _, report = runtime.run(state, 1)
+    runtime.close()
+    assert report.updates == 0
+
+
 def test_prefill_needs_no_self_play_before_the_first_update() -> None:
     config = pipeline_config(replay__min_size=512)
     runtime = make(config)

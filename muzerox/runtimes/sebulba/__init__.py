@@ -66,6 +66,7 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     placement.check_replay(config, shapes, on_host=storage.platform == "cpu", device_bytes=device_bytes)
     pace = make_pace(config)
     running: list[Pipeline] = []
+    interrupted = False
 
     def init(key: jax.Array) -> RunState:
         key_params, key_run = jax.random.split(key)
@@ -94,6 +95,8 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
             batch_sharding=shards,
         )
         running.append(pipeline)
+        if interrupted:  # while this was being made
+            pipeline.interrupt()
         atexit.register(pipeline.close)  # threads inside compiled programs must not outlive the interpreter
         return pipeline
 
@@ -128,6 +131,8 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
         return state.replace(replay=replay, steps=jnp.int32(int(replay.count.sum()) * config.runtime.num_envs))
 
     def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
         for pipeline in running:
             pipeline.interrupt()
 
