@@ -196,14 +196,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--budget", type=int, default=48, help="configurations that a search may measure")
     parser.add_argument("--data", type=Path, default=DATA / "grids", help="folder of what was measured")
-    parser.add_argument("--only", metavar="TEXT", help="searchers whose name has it")
+    parser.add_argument("--only", metavar="NAME", action="append", choices=list(SEARCHERS), help="a searcher; again for more")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the courses of all searchers")
     args = parser.parse_args()
     if args.seeds < 1 or args.budget < 1:
         parser.error(f"--seeds ({args.seeds}) and --budget ({args.budget}) must be at least 1")
     use_device(args.device)
     figures: dict[str, Any] = {"seeds": args.seeds, "budget": args.budget, "grids": {}}
-    names = [name for name in SEARCHERS if not args.only or args.only in name]
+    names = [name for name in SEARCHERS if not args.only or name in args.only]
     for name, package in NEEDS.items():
         if name in names and importlib.util.find_spec(package) is None:
             console.print(f"{name}: left out, it needs the package {package}: pip install 'muzerox\\[searchers]'")
