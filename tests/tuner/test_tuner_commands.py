@@ -171,7 +171,7 @@ def test_killed_twenty_times_a_tuning_loses_and_repeats_no_trial(tmp_path: Path)
     for _ in range(20):
         log = (tmp_path / "log").open("w+")
         process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
-        time.sleep(rng.uniform(5.0, 25.0))
+        time.sleep(rng.uniform(5.0, 40.0))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         log.seek(0)
