@@ -39,7 +39,8 @@ def visible_gpus(folder: str = "/dev") -> list[str]:
     JAX is not asked, which would start it. ``folder``: where devices are files.
     """
     files = os.listdir(folder) if os.path.isdir(folder) else []
-    there = sorted((name.removeprefix("nvidia") for name in files if _GPU.fullmatch(name)), key=int)
+    # The driver numbers those that can be opened from 0, whatever their files are called: a container may have nvidia3 alone.
+    there = [str(number) for number in range(sum(_GPU.fullmatch(name) is not None for name in files))]
     if (named := os.environ.get(_VISIBLE)) is None:
         return there
     # The driver takes the names up to the first that is none; where there is no GPU, none is one.

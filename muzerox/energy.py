@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from muzerox.allocation import visible_gpus
 
 POWERCAP = Path("/sys/class/powercap")
 EXTRA = 'pip install "muzerox[energy]"'
@@ -61,12 +62,11 @@ def find_meter(platform: str, powercap: Path = POWERCAP) -> tuple[Meter | None, 
 
 
 def _packages(powercap: Path) -> tuple[list[Counter], str]:
-    """Processors and, where it has a counter of its own, memory; and why there are none.
+    """Processors and, where it has a counter of its own, memory; and why there are none: all can be read, or none counts.
 
     Other zones are parts of a package, or hold one (``psys``), or are the same once more (``intel-rapl-mmio``).
     """
     counters: list[Counter] = []
-    refused = ""
     for zone in sorted(powercap.glob("intel-rapl:*")):  # AMD's are called so too
         try:
             name = (zone / "name").read_text().strip()
@@ -76,10 +76,9 @@ def _packages(powercap: Path) -> tuple[list[Counter], str]:
             counter = Counter(f"{name} ({zone.name})", functools.partial(_joules, zone / "energy_uj"), size)
             counter.read()
         except OSError as error:
-            refused = f"{error.filename}: {error.strerror}; as root: chmod a+r {powercap}/intel-rapl:*/energy_uj"
-            continue
+            return [], f"{error.filename}: {error.strerror}; as root: chmod a+r {powercap}/intel-rapl:*/energy_uj"
         counters.append(counter)
-    return counters, refused or f"no counter of a processor's energy under {powercap}"
+    return counters, f"no counter of a processor's energy under {powercap}"
 
 
 def _joules(file: Path) -> float:
@@ -95,11 +94,9 @@ def _devices() -> tuple[list[Counter], str]:
         return [], f"the energy of a GPU needs the package nvidia-ml-py, which is not installed: {EXTRA}"
     try:
         pynvml.nvmlInit()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = range(pynvml.nvmlDeviceGetCount()) if visible is None else [name.strip() for name in visible.split(",")]
         counters = []
-        for name in names:
-            if str(name).startswith(("GPU-", "MIG-")):
+        for name in visible_gpus():
+            if name.startswith(("GPU-", "MIG-")):
                 handle = pynvml.nvmlDeviceGetHandleByUUID(name)
             else:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))

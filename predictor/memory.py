@@ -76,16 +76,21 @@ def resident_bytes(workload: Workload) -> jax.Array:
     return jnp.asarray(parts + _COPIES * 4.0 * parameter_count(w) + published_bytes(w), jnp.float32)
 
 
+def host_bytes(w: Workload, hardware: Rates) -> Value:
+    """What a training takes of the host's memory beside its process, [...]: the copy of its state that saving takes.
+
+    And what it holds, where the host is the device.
+    """
+    return saved_bytes(w) + hardware.on_host * resident_bytes(w)
+
+
 def fits(w: Workload, hardware: Rates, process_bytes: Value, limit: Value) -> Value:
     """Whether a training has the memory it needs once it is compiled, bool [...]: of the host, and of its devices.
-
-    The host holds the process, the copy of the state that saving takes and, where it is the device, the training itself.
 
     Args:
       process_bytes: of the process, beside what the training holds.
       limit: bytes of the host's memory that may be taken, if that is less than there is.
     """
-    held = resident_bytes(w)
-    host = process_bytes + saved_bytes(w) + hardware.on_host * held
     room = jnp.where(jnp.asarray(hardware.on_host) > 0.0, jnp.inf, hardware.device_memory_bytes * w.num_devices)
-    return (host <= jnp.minimum(hardware.memory_bytes, limit)) & (held <= room)
+    host = process_bytes + host_bytes(w, hardware)
+    return (host <= jnp.minimum(hardware.memory_bytes, limit)) & (resident_bytes(w) <= room)

@@ -24,7 +24,7 @@ from predictor.analytic import STAGES, Rates, Value, hardware_rates, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
 from predictor.fit import Fit, FitReport, Spread, fit, linearise, untaught
 from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, make_graph
-from predictor.memory import resident_bytes, saved_bytes
+from predictor.memory import host_bytes, resident_bytes
 from predictor.model import Network
 from predictor.overlap import batch_staleness, staleness, total
 from predictor.schema import SCHEMA, Hardware, Measurement, Outcome, Prediction, Workload
@@ -154,8 +154,7 @@ def _estimates(params: Params, workload: Workload, hardware: Rates) -> dict[str,
         "log_warmup": seconds + jnp.log(warm_updates * w.batch_size / w.replay_ratio),
         "log_cpu": (0.5 + 0.4 * jnp.asarray(w.sebulba)) * jnp.log(cores),  # threads find more to do at once
         "resident_bytes": resident_bytes(w),
-        "compiling_bytes": _COMPILING_BYTES * compile_seconds,
-        "saved_bytes": saved_bytes(w),
+        "host_bytes": host_bytes(w, hardware) + _COMPILING_BYTES * compile_seconds,
         "batch_staleness": batch_staleness(w),
     }
     return {name: jnp.broadcast_to(jnp.asarray(value, jnp.float32), seconds.shape) for name, value in values.items()}
@@ -214,9 +213,6 @@ class RuntimePredictor:
             return self
         rows = [_estimates(self.params, m.workload, hardware_rates(m.hardware)) for m in measurements]
         estimates = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
-        on_host = np.array([m.hardware.platform == "cpu" for m in measurements])
-        held = np.where(on_host, estimates["resident_bytes"], 0.0)
-        estimates["host_bytes"] = estimates["saved_bytes"] + estimates["compiling_bytes"] + held
         known = measurements[-1].hardware.id in self.machines
         offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets, known=known)
         return dataclasses.replace(self, params=self.params._replace(offsets=offsets))
@@ -230,8 +226,7 @@ class RuntimePredictor:
         )
         on_host = hardware.platform == "cpu"
         held = estimates["resident_bytes"]
-        peak = float(self.params.offsets.process_bytes) + estimates["saved_bytes"] + estimates["compiling_bytes"]
-        peak += held if on_host else 0.0
+        peak = float(self.params.offsets.process_bytes) + estimates["host_bytes"]
         limits = [float(hardware.memory_bytes), float(self.params.offsets.feasible_bytes)]
         needs = [(peak, limit) for limit in (*limits, workload.memory_bytes or math.inf)]
         needs += [] if on_host else [(held, float(hardware.device_memory_bytes * workload.num_devices))]

@@ -207,6 +207,14 @@ class Session:
     def _run(self, n: int, loop_count: int) -> None:
         self._state, self._report = self._runtime.run(self._state, n, loop_count)
 
+    def _joules(self) -> float | None:
+        """Since the last look; None where nobody tells, and once a counter is gone: seconds are measured all the same."""
+        try:
+            return self._meter.joules() if self._meter else None
+        except OSError:
+            self._meter = None
+            return None
+
     def burst(self, seconds: float, loop_count: int) -> dict[str, Any]:
         """Trains for about ``seconds`` in dispatches of ``loop_count`` updates, in whole cycles of acting and learning.
 
@@ -219,15 +227,14 @@ class Session:
             loop_count = updates  # asked for at once
             self._run(1, self._lead)
         whole, rest = divmod(updates, loop_count)
-        if self._meter:
-            self._meter.joules()
+        self._joules()
         cpu, wall = usage.cpu_seconds(), time.perf_counter()
         if whole:
             self._run(whole, loop_count)
         if rest:
             self._run(1, rest)
         wall, cpu = time.perf_counter() - wall, usage.cpu_seconds() - cpu
-        joules = self._meter.joules() / (updates * self._steps_an_update) if self._meter else None
+        joules = self._joules()
         self._seconds_an_update = wall / updates
         losses = self._report.metrics.get("loss", math.nan)
         if self._threaded:
@@ -238,7 +245,7 @@ class Session:
             "cpu_use": cpu / wall,
             "peak_bytes": usage.peak_bytes() + self._saved_bytes,
             "device_peak_bytes": _device_peak_bytes(),
-            "joules_per_env_step": joules,
+            "joules_per_env_step": joules / (updates * self._steps_an_update) if joules is not None else None,
             "finite": bool(math.isfinite(losses)),
             **_pipeline_figures(self._report.pipeline, wall),
         }

@@ -116,6 +116,13 @@ def test_gpus_are_those_of_the_machine_or_of_them_those_named(
     assert allocation.visible_gpus(str(tmp_path)) == visible
 
 
+def test_a_container_numbers_the_gpus_that_it_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for number in (3, 5):
+        (tmp_path / f"nvidia{number}").touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert allocation.visible_gpus(str(tmp_path)) == ["0", "1"]
+
+
 VISIBLE = """
 import functools, os, sys
 from muzerox import allocation

@@ -64,6 +64,7 @@ def test_a_counter_that_is_not_ours_to_read_says_who_may(tmp_path: Path) -> None
 
 def test_a_counter_without_its_file_says_which(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", 1).unlink()
+    zone(tmp_path, "intel-rapl:1", "package-1", 1)  # half of the machine is not told for the whole
     meter, says = find_meter("cpu", tmp_path)
     assert meter is None
     assert str(tmp_path / "intel-rapl:0" / "energy_uj") in says
