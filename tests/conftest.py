@@ -12,6 +12,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
+from muzerox.compilation import enable_cache
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -20,3 +22,4 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compiled programs are shared between the tests and their subprocesses, and with nobody else."""
     home: Path = tmp_path_factory.getbasetemp().parent / "muzerox-home"
     os.environ["MUZEROX_HOME"] = str(home)
+    enable_cache()
