@@ -23,6 +23,7 @@ from collected import at_reference_speed
 from common import DATA, finish, make_parser, use_device
 from grids import GRIDS, base_of
 from measuring import Task
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as Lines
@@ -179,7 +180,7 @@ def show(figures: dict[str, Any]) -> None:
     for name, grid in figures["grids"].items():
         size = f"{grid['configurations']} configurations, best/worst {grid['spread']:.1f}"
         title = f"{name}: {size}, {grid['near']:.1%} within {NEAR:.2f}"
-        lines = Lines(title=title)
+        lines = Lines(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # fits into 80 columns
         lines.add_column("searcher", no_wrap=True)
         for header in (*(f"{mark}" for mark in MARKS), f"to {NEAR:.2f}", "seconds"):
             lines.add_column(header, justify="right", no_wrap=True)
