@@ -30,7 +30,7 @@ SETTINGS = {
     "train.target_return": "none",
     "train.eval_episodes": 4,
     "train.checkpoint_period": 0.3,
-    "train.max_env_steps": 2_000_000,
+    "train.max_env_steps": 2_000_000_000,  # no process gets there before it is killed
 }
 # Environment, changes, kills.
 ANAKIN = "gymnax:CartPole-v1", {}, 20

@@ -173,7 +173,7 @@ def test_killed_twenty_times_a_tuning_loses_and_repeats_no_trial(tmp_path: Path)
         process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
         deadline = time.monotonic() + 120.0
         if kill % 4 == 0:  # soon after a trial has ended, however slow the machine
-            while " trial " not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
+            while " trial " not in (tmp_path / "log").read_text() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0.0, 6.0))
         else:  # while it starts, resumes or measures
