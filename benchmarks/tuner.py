@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import statistics
@@ -147,15 +148,18 @@ def judge(course: Course) -> dict[str, float]:
 
 def draw(path: Path, courses: dict[str, dict[str, list[Course]]]) -> None:
     """Medians over seeds, by trial and by time; a row of plots for each grid."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.5 * len(courses)), layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(len(courses), 2, squeeze=False)
+    colors = (*colormaps["tab10"].colors, "black", "gold", "navy")
     for (name, searchers), (left, right) in zip(courses.items(), rows, strict=True):
-        for searcher, several in searchers.items():
+        for color, (searcher, several) in zip(itertools.cycle(colors), searchers.items(), strict=False):
             style = {"linewidth": 2.5 if searcher == "ours" else 1.2, "linestyle": ":" if searcher.startswith("ours,") else "-"}
+            style |= {"color": color}
             trials = np.arange(1, len(several[0].by_trial) + 1)
             left.plot(trials, np.median([course.by_trial for course in several], axis=0), label=searcher, **style)
             seconds = np.linspace(0.0, float(np.median([course.elapsed[-1] for course in several])), 400)
