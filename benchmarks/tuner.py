@@ -155,7 +155,7 @@ def draw(path: Path, courses: dict[str, dict[str, list[Course]]]) -> None:
     figure = Figure(figsize=(12, 4.5 * len(courses)), layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(len(courses), 2, squeeze=False)
-    colors = (*colormaps["tab10"].colors, "black", "gold", "navy")
+    colors = (*colormaps["tab10"].colors, "black", "gold", "navy", "magenta")
     for (name, searchers), (left, right) in zip(courses.items(), rows, strict=True):
         for color, (searcher, several) in zip(itertools.cycle(colors), searchers.items(), strict=False):
             style = {"linewidth": 2.5 if searcher == "ours" else 1.2, "linestyle": ":" if searcher.startswith("ours,") else "-"}
