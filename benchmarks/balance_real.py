@@ -51,10 +51,14 @@ class Laboratory:
 
     def run(self, config: Any, repeats: int = 5, seconds: float = BURST) -> Any:
         """A measurement, which the predictor learns from."""
-        from predictor import RuntimePredictor
         from tuner.measure import measure_config
 
         (measurement,) = measure_config(config, hardware=self.hardware, repeats=repeats, seconds=seconds)
+        return self._learn(measurement)
+
+    def _learn(self, measurement: Any) -> Any:
+        from predictor import RuntimePredictor
+
         self.measured.append(measurement)
         self.predictor = RuntimePredictor.pretrained().fit(self.measured)
         return measurement
@@ -62,13 +66,14 @@ class Laboratory:
     def follow(self, config: Any) -> list[tuple[Any, Any]]:
         """Runs of a configuration under allocations that are corrected until nothing is to be, or so often as is allowed."""
         from tuner.corrections import corrected
+        from tuner.measure import measure_beside
 
         runs = [(config, self.run(config))]
         while len(runs) <= MOST:
             after = corrected(runs, self.predictor, self.hardware)
             if after == runs[-1][0]:
                 break
-            runs.append((after, self.run(after)))
+            runs.append((after, self._learn(measure_beside(after, *runs[-1], hardware=self.hardware, seconds=BURST))))
         return runs
 
 

@@ -54,7 +54,8 @@ def need_of(
 
     A run that kept all its cores busy would have used more of them, ``enough`` at most, if it is predicted to be faster with all
     there are; one that ran out of memory needs what it is predicted to, and more than it had; one that found its programs
-    compiled may have to compile them next time.
+    compiled may have to compile them next time. Threads that wait for one another in a loop look busy: of its cores it needs no
+    more than are predicted to make it faster.
     """
     workload, given = measured.workload, resources.allocation_of(config, hardware)
     predicted = predictor.predict(workload, hardware)
@@ -71,6 +72,8 @@ def need_of(
         if here - everything > _PAYS:
             free = predictor.predict(dataclasses.replace(workload, cores=float(hardware.cores)), hardware)
             need[0] = max(need[0], min(enough, need[0] * free.cpu_use / predicted.cpu_use))
+    *fewer, here = _log_seconds(predictor, workload, hardware, range(1, round(workload.cores) + 1))
+    need[0] = min([need[0], *(cores for cores, one in enumerate(fewer, 1) if one - here <= _PAYS)])
     return need
 
 
@@ -140,8 +143,8 @@ def begin(start: Config, trials: Sequence[Trial], hardware: Hardware) -> tuple[n
 
 def rebalanced(
     trials: Sequence[Trial], best: Trial, predictor: RuntimePredictor, hardware: Hardware, most: np.ndarray
-) -> tuple[Config, np.ndarray]:
-    """The best configuration under the allocation that its runs say it should have, and its predicted use [R].
+) -> tuple[Config, np.ndarray, tuple[Config, Measurement]]:
+    """The best configuration under the allocation that its runs say it should have, its predicted use [R], and its last run.
 
     As it is where they say no other. Its runs are the last that was not a correction, and the corrections since.
     """
@@ -151,7 +154,7 @@ def rebalanced(
     first = max(index for index, (_, trial) in enumerate(runs) if trial.role != ROLE)
     since = [(config, trial.measurement) for config, trial in runs[first:]]
     config = corrected(since, predictor, hardware, most) if len(since) <= MOST else since[-1][0]
-    return config, resources.use_of(predictor.predict(describe(config), hardware))
+    return config, resources.use_of(predictor.predict(describe(config), hardware)), since[-1]
 
 
 # Requests -------------------------------------------------------------------------------------------------------------

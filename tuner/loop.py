@@ -36,7 +36,7 @@ from tuner.history import HISTORY, Trial, TuneDir, shared_measurements, shared_s
 from tuner.html_report import write_report
 from tuner.levels import Levels
 from tuner.live import Progress
-from tuner.measure import BURST_SECONDS, measure_config, paired_ratio
+from tuner.measure import BURST_SECONDS, measure_beside, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import Proposer, role_of
@@ -217,9 +217,9 @@ class _Tuning:
         """Proposes, allocates, measures, balances, learns. False when every feasible point was measured."""
         temperature = COOLING ** (number - 1)
         if number % corrections.EVERY == 0:
-            config, use = corrections.rebalanced(self.trials, self._best(), self.predictor, self.hardware, self.most)
+            config, use, last = corrections.rebalanced(self.trials, self._best(), self.predictor, self.hardware, self.most)
             if self._fresh(config):
-                self._measure(config, use, corrections.ROLE, temperature=temperature)
+                self._measure(config, use, corrections.ROLE, temperature=temperature, beside=last)
                 self._learn()
                 return True
         while (point := self.proposer.propose(number)) is not None:
@@ -240,23 +240,38 @@ class _Tuning:
         """What of a point needs a process of its own: all but the knobs that are arguments of the compiled program."""
         return tuple(changes[knob.path] for knob in self.space.knobs if knob.cost != "live")
 
-    def _measure(self, config: Config, use: np.ndarray, role: str, *, temperature: float) -> None:
-        """Measures a configuration under its allocation, and keeps it, together with what shares its compiled program."""
+    def _measure(
+        self,
+        config: Config,
+        use: np.ndarray,
+        role: str,
+        *,
+        temperature: float,
+        beside: tuple[Config, Measurement] | None = None,
+    ) -> None:
+        """Measures a configuration under its allocation, and keeps it, together with what shares its compiled program.
+
+        A correction is measured ``beside`` the run that it corrects, and alone.
+        """
         changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
         number = len(self.trials)
         first = self.trials[0].measurement.wall_seconds if self.trials else 60.0
         expected = self.predictor.predict(describe(config), self.hardware)
         self.progress.trial(number, role, self._describe_changes(changes), expected.seconds_per_env_step, self.elapsed)
         before = time.monotonic()
-        measurements = measure_config(
-            config,
-            hardware=self.hardware,
-            seconds=self.burst,
-            # The first may have found its programs in the cache, and a core may be all that another compiles with.
-            timeout=max(30.0, 3.0 * first, 5.0 * expected.compile_seconds),
-            loop_counts=self.proposer.further_loop_counts(self.space.encode(changes)),
-            hopeless=HOPELESS * min((trial.seconds for trial in self.trials if trial.seconds), default=math.inf),
-        )
+        # The first may have found its programs in the cache, and a core may be all that another compiles with.
+        timeout = max(30.0, 3.0 * first, 5.0 * expected.compile_seconds)
+        if beside is None:
+            measurements = measure_config(
+                config,
+                hardware=self.hardware,
+                seconds=self.burst,
+                timeout=timeout,
+                loop_counts=self.proposer.further_loop_counts(self.space.encode(changes)),
+                hopeless=HOPELESS * min((trial.seconds for trial in self.trials if trial.seconds), default=math.inf),
+            )
+        else:
+            measurements = [measure_beside(config, *beside, hardware=self.hardware, seconds=self.burst, timeout=timeout)]
         share = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):
             looped = config.replace("runtime.loop_count", int(measurement.workload.loop_count))

@@ -5,6 +5,7 @@ Several workers can live at once and be timed in alternation, so that what else 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -265,6 +266,32 @@ def measure_in_alternation(
     """
     group = [(config, ()) for config in configs]
     return [first for first, *_ in measure_group(group, hardware=hardware, rounds=rounds, seconds=seconds, timeout=timeout)]
+
+
+def measure_beside(
+    config: Config,
+    other: Config,
+    known: Measurement,
+    *,
+    hardware: Hardware,
+    rounds: int = 9,
+    seconds: float = BURST_SECONDS,
+    timeout: float = TIMEOUT,
+) -> Measurement:
+    """Measures ``config`` in alternation with ``other``, and tells its seconds as of when those of ``other`` were ``known``.
+
+    Machines are slower by a half for minutes: what one measurement after another says of two percent is chance. Where
+    ``other`` did not run, or no longer does, there is nothing to compare with: the seconds are as measured.
+    """
+    then = known.seconds_per_env_step
+    configs = [config] if then is None else [config, other]
+    ours, *others = measure_in_alternation(configs, hardware=hardware, rounds=rounds, seconds=seconds, timeout=timeout)
+    if then is None or not (ours.repeats and others[0].repeats):
+        return ours
+    took = then / paired_ratio(ours, others[0])
+    speed = took / statistics.median(ours.repeats)  # of the machine then, to now
+    repeats = tuple(speed * repeat for repeat in ours.repeats)
+    return dataclasses.replace(ours, seconds_per_env_step=took, env_steps_per_second=1.0 / took, repeats=repeats)
 
 
 def measure_group(

@@ -223,6 +223,17 @@ def test_a_run_that_kept_its_core_busy_gets_more_where_that_is_predicted_to_pay(
     assert not gain[1:].any()
 
 
+def test_cores_that_only_wait_are_given_up(machine: Hardware, workload: Workload, given: Config) -> None:
+    predictor, two = RuntimePredictor(), given.replace("allocation.cores", 2)
+    light = dataclasses.replace(workload, cores=2.0, dynamics_flops=1.0, represent_flops=1.0, predict_flops=1.0)
+    heavy = dataclasses.replace(light, dynamics_flops=1e7, represent_flops=1e7)
+    for work, cores in ((light, 1), (heavy, 2)):
+        measured = ran(machine, work, cpu_use=1.5, peak_bytes=1.2 * 2**30)
+        loss = corrections.marginal(predictor, work, machine)[1][balance.CORES]
+        assert (loss < 0.02) == (cores == 1)
+        assert corrections.corrected([(two, measured)], predictor, machine).allocation.cores == cores
+
+
 def test_a_correction_is_undone_by_the_run_that_follows(machine: Hardware, workload: Workload, given: Config) -> None:
     predictor = RuntimePredictor()
     four = given.replace("allocation.cores", 4)

@@ -24,6 +24,7 @@ from tuner.measure import (
     Worker,
     WorkerFailed,
     clearly_faster,
+    measure_beside,
     measure_config,
     measure_in_alternation,
     paired_ratio,
@@ -88,6 +89,19 @@ def test_alternation_pairs_the_rounds(tiny: Config, machine: Hardware) -> None:
     ratios = sorted(b / a for a, b in zip(fast.repeats, slower.repeats, strict=True))
     assert paired_ratio(fast, slower) == ratios[2]
     assert paired_ratio(slower, fast) == pytest.approx(1.0 / ratios[2])
+
+
+def test_what_is_measured_beside_a_known_one_is_told_as_of_then(tiny: Config, machine: Hardware, workload: Workload) -> None:
+    def known(seconds: float | None) -> Measurement:
+        outcome = Outcome.CRASHED if seconds is None else Outcome.OK
+        return Measurement(hardware=machine, workload=workload, outcome=outcome, seconds_per_env_step=seconds)
+
+    # Beside itself, on a machine that is a million times as fast as it was then.
+    then, now = (measure_beside(tiny, tiny, known(x), hardware=machine, rounds=3, seconds=0.05) for x in (1e3, None))
+    assert 1e2 < then.seconds_per_env_step < 1e4
+    assert then.seconds_per_env_step == pytest.approx(sorted(then.repeats)[1])
+    assert then.env_steps_per_second == pytest.approx(1.0 / then.seconds_per_env_step)
+    assert now.seconds_per_env_step < 1.0
 
 
 @pytest.mark.parametrize(
