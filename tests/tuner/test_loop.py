@@ -16,7 +16,11 @@ from muzerox import Config, UserError
 from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
 from tuner.bridge import load_config
 from tuner.comparison import MIN_GAIN
+from tuner.corrections import ROLE
+from tuner.goal import Goal
 from tuner.history import TuneDir
+from tuner.live import Progress
+from tuner.loop import _Tuning
 from tuner.neighbourhood import space_around
 from tuner.objective import NO_POINT, Limits, energy
 from tuner.report import median_errors
@@ -150,6 +154,22 @@ def test_the_energy_is_the_predicted_time_and_a_small_price(tuned: tuner.TuneRes
     assert np.isinf(np.asarray(bounded)).all()
     again = energy(jnp.asarray(points), *fitted, limits(1e9), jnp.asarray(points[1:2]), corrected)
     np.testing.assert_array_equal(np.isinf(np.asarray(again)), [index == 1 for index in range(len(points))])  # never twice
+
+
+def test_a_correction_is_a_row_measured_beside_what_it_corrects(tuned: tuner.TuneResult, tmp_path: Path) -> None:
+    copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
+    space = space_around(tuned.start, "neutral", "cpu")
+    with Progress(600.0, quiet=True) as progress:
+        tuning = _Tuning(tuned.start, space, tuned.hardware, copy, 600.0, 0, progress, 0.0, Goal())
+        tuning.burst = 0.05
+        config = Config.from_dict(tuned.history[0].config)
+        beside = config, tuned.history[0].measurement
+        tuning._measure(config, np.array([1.0, 1e9, 0.0]), ROLE, temperature=0.1, beside=beside)
+    last = copy.trials()[-1]
+    assert len(copy.trials()) == len(tuned.history) + 1  # no other loop counts
+    assert last.role == ROLE
+    assert last.measurement.outcome == Outcome.OK
+    assert last.seconds in [row["seconds_per_env_step"] for row in tuning.store.rows()]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("4m", 240.0), ("1.5h", 5400.0), (45, 45.0), (" 2M ", 120.0)])
