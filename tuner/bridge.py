@@ -199,6 +199,7 @@ class Session:
         self._run(1, self._lead + self._cycle)  # once more, so that no first use of anything is timed
         self._seconds_an_update = (time.perf_counter() - before) / (self._lead + self._cycle)
         self.warmup_seconds = time.perf_counter() - before
+        self._resting = True  # the first burst is asked for when others are up, too
 
     def close(self) -> None:
         """Ends threads and environments."""
@@ -215,31 +216,35 @@ class Session:
             self._meter = None
             return None
 
-    def burst(self, seconds: float, loop_count: int) -> dict[str, Any]:
+    def burst(self, seconds: float, loop_count: int, rest: bool = True) -> dict[str, Any]:
         """Trains for about ``seconds`` in dispatches of ``loop_count`` updates, in whole cycles of acting and learning.
 
         The last dispatch makes what is left; where not even one fits, it is the only one: next to it, dispatching costs nothing.
-        Under sebulba dispatches are of the configured size.
+        Under sebulba dispatches are of the configured size. Without ``rest`` threads are left at work: the next burst, which has
+        to follow at once, goes on from where this one ended.
         """
         cycles = max(1, round(seconds / max(self._seconds_an_update, 1e-9) / self._cycle))
         updates = cycles * self._cycle
         if self._threaded:
             loop_count = updates  # asked for at once
-            self._run(1, self._lead)
-        whole, rest = divmod(updates, loop_count)
+            if self._resting:
+                self._run(1, self._lead)
+        whole, remainder = divmod(updates, loop_count)
         self._joules()
         cpu, wall = usage.cpu_seconds(), time.perf_counter()
         if whole:
             self._run(whole, loop_count)
-        if rest:
-            self._run(1, rest)
+        if remainder:
+            self._run(1, remainder)
         wall, cpu = time.perf_counter() - wall, usage.cpu_seconds() - cpu
         joules = self._joules()
         self._seconds_an_update = wall / updates
         losses = self._report.metrics.get("loss", math.nan)
-        if self._threaded:
+        self._resting = rest
+        if self._threaded and rest:
             _come_to_rest()
         return {
+            "wall_seconds": wall,
             "seconds_per_env_step": wall / (updates * self._steps_an_update),
             "updates_per_second": updates / wall,
             "cpu_use": cpu / wall,

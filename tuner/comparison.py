@@ -15,6 +15,9 @@ from tuner.measure import clearly_faster, measure_in_alternation, paired_ratio
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
 FINALISTS = 2
 MIN_ROUNDS, MAX_ROUNDS = 9, 25
+LONG_ROUNDS = 3  # at least, where MIN_ROUNDS would take more than SHARE of the budget
+SHARE = 0.2
+_RIVAL = 0.5  # times the start's bursts that those of a rival are expected to take, which is yet to be found
 _STARTING, _FROM_CACHE = 2.0, 0.4  # seconds of a worker's start, and the share of compiling that is left with a warm cache
 _FINISHING = 3.0  # seconds that the end takes: plot, table, files
 
@@ -36,13 +39,40 @@ def finalists(trials: Sequence[Trial], program: Callable[[Trial], Hashable], cos
     return sorted(by_program.values(), key=lambda t: cost(t.measurement))[:FINALISTS]
 
 
-def seconds_needed(trials: Sequence[Trial], burst: float, rounds: int) -> tuple[float, float]:
-    """Seconds until the start (the first of ``trials``) and its rivals are up, and of ``rounds`` of bursts of them all."""
-    trials = [*trials, *[trials[0]] * (1 + FINALISTS - len(trials))]  # rivals to be found yet
+def reserved(trials: Sequence[Trial], burst: float, budget: float) -> float:
+    """Seconds to keep for comparing the start, the first of ``trials``, with the others, or with one that is yet to be found."""
+    ready, a_round = _seconds(trials, burst)
+    return ready + _fewest_rounds(a_round, budget) * a_round
+
+
+def plan(trials: Sequence[Trial], burst: float, budget: float, left: float) -> tuple[int, int]:
+    """How many rivals to compare, at least one of those after the first of ``trials``, and for how many rounds.
+
+    Args:
+      burst: seconds of a timed burst, about.
+      budget: seconds of the tuning.
+      left: of these.
+    """
+    rivals = len(trials) - 1
+    while rivals > 1 and reserved(trials[: 1 + rivals], burst, budget) > left:
+        rivals -= 1
+    ready, a_round = _seconds(trials[: 1 + rivals], burst)
+    return rivals, int(min(MAX_ROUNDS, max(_fewest_rounds(a_round, budget), (left - ready) / a_round)))
+
+
+def _fewest_rounds(a_round: float, budget: float) -> int:
+    """Rounds of ``a_round`` seconds that a comparison must have."""
+    return int(min(MIN_ROUNDS, max(LONG_ROUNDS, SHARE * budget / a_round)))
+
+
+def _seconds(trials: Sequence[Trial], burst: float) -> tuple[float, float]:
+    """Until all are up, the end's included, and of a round of their bursts."""
     measured = [trial.measurement for trial in trials]
     ready = [_STARTING + (1.0 if m.from_cache else _FROM_CACHE) * (m.compile_seconds or 0.0) for m in measured]
-    bursts = [max(burst, trial.measurement.warmup_seconds or 0.0) for trial in trials]
-    return sum(ready) + _FINISHING, rounds * sum(bursts)
+    bursts = [max(burst, m.warmup_seconds or 0.0) for m in measured]
+    if len(trials) == 1:
+        ready, bursts = 2 * ready, [bursts[0], max(burst, _RIVAL * bursts[0])]
+    return sum(ready) + _FINISHING, sum(bursts)
 
 
 def compare(

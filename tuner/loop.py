@@ -11,7 +11,6 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,14 @@ from tuner.bridge import (
     get,
     no_energy,
 )
-from tuner.comparison import MAX_ROUNDS, MIN_GAIN, MIN_ROUNDS
+from tuner.comparison import MIN_GAIN
 from tuner.fingerprint import fingerprint
 from tuner.goal import Goal
 from tuner.history import HISTORY, Trial, TuneDir, shared_measurements, shared_store
 from tuner.html_report import write_report
 from tuner.levels import Levels
 from tuner.live import Progress
-from tuner.measure import BURST_SECONDS, measure_beside, measure_config, paired_ratio
+from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import Proposer, role_of
@@ -153,15 +152,12 @@ class _Tuning:
         """Seconds spent on this tuning by all processes."""
         return self.spent_before + time.monotonic() - self.began
 
-    def _comparing_seconds(self, rounds: int) -> tuple[float, float]:
-        """Seconds until the start and its rivals are up, and seconds of ``rounds`` of bursts of them all."""
-        return comparison.seconds_needed([self.trials[0], *self._finalists()], self.burst, rounds)
-
     def _next_fits(self) -> bool:
         walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
         if len(walls) >= self.max_trials or COOLING ** (len(walls) - 1) <= FINAL_TEMPERATURE:
             return False
-        return self.elapsed + 1.2 * float(np.median(walls)) + sum(self._comparing_seconds(MIN_ROUNDS)) < self.budget
+        comparing = comparison.reserved([self.trials[0], *self._finalists()], self.burst, self.budget)
+        return self.elapsed + 1.2 * float(np.median(walls)) + comparing < self.budget
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 
@@ -267,6 +263,7 @@ class _Tuning:
                 hardware=self.hardware,
                 seconds=self.burst,
                 timeout=timeout,
+                enough=ENOUGH_SECONDS,
                 loop_counts=self.proposer.further_loop_counts(self.space.encode(changes)),
                 hopeless=HOPELESS * min((trial.seconds for trial in self.trials if trial.seconds), default=math.inf),
             )
@@ -328,21 +325,23 @@ class _Tuning:
         return (trial.seconds or math.inf) * self.proposer.rent(trial.measurement)
 
     def _finalists(self) -> list[Trial]:
-        def program(trial: Trial) -> Hashable:
-            return self._program(trial.changes)
-
-        return comparison.finalists(self.levels.trusted(self.trials), program, self.proposer.cost)
+        trusted = self.levels.trusted(self.trials)
+        return comparison.finalists(trusted, lambda trial: self._program(trial.changes), self.proposer.cost)
 
     def _compare(self) -> TuneResult:
         """The best trials against the start, which wins unless it is clearly beaten."""
         finalists = self._finalists()
+        if not finalists:
+            alone = self.trials[0].measurement
+            self.progress.say("nothing ran beside the start; a larger budget may find more")
+            return self._result(self.trials[0], alone, alone, finished=True)
+        measured = [self.trials[0], *finalists]
+        rivals, rounds = comparison.plan(measured, self.burst, self.budget, self.budget - self.elapsed)
+        self.progress.say(f"comparing the best {rivals} with the start, {rounds} rounds in alternation")
         # The start as it was measured: with every core and all the memory it asked for.
-        start, *rivals = (Config.from_dict(trial.config) for trial in (self.trials[0], *finalists))
-        ready, a_round = self._comparing_seconds(1)
-        rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, (self.budget - self.elapsed - ready) / a_round)))
-        self.progress.say(f"comparing the best {len(finalists)} with the start, {rounds} rounds in alternation")
+        start, *others = (Config.from_dict(trial.config) for trial in measured[: 1 + rivals])
         pays = {"price": self.proposer.price, "rent": self.proposer.rent}
-        found = comparison.compare(start, rivals, hardware=self.hardware, rounds=rounds, seconds=self.burst, **pays)
+        found = comparison.compare(start, others, hardware=self.hardware, rounds=rounds, seconds=self.burst, **pays)
         if found is None:
             return self._result(self._best(), None, None, finished=False)
         best = self.trials[0] if found.chosen is None else finalists[found.chosen]

@@ -19,14 +19,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from scipy.special import stdtr
+
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config, RunFailed, concrete
 from tuner.workload import describe
 
 BURST_SECONDS = 0.4
 REPEATS = 5
+ENOUGH_SECONDS = 6.0  # of bursts: where cycles of acting and learning are long, fewer of them say as much
 HOPELESS_BURSTS = 2  # after which what is slower than is worth knowing is given up
 TIMEOUT = 180.0
+_SPREAD = 0.07  # of a round's logarithm: bursts of one configuration differ by as much, whatever a few of them say
 
 
 class WorkerFailed(RunFailed):
@@ -156,12 +160,12 @@ class Timing:
             except WorkerFailed as failure:
                 self._failed(failure)
 
-    def burst(self, seconds: float, loop_count: int | None = None) -> None:
-        """One timed burst, by default at the configuration's loop_count."""
+    def burst(self, seconds: float, loop_count: int | None = None, *, rest: bool = True) -> None:
+        """One timed burst, by default at the configuration's loop_count. Without ``rest`` another has to follow at once."""
         loop_count = loop_count or self.config.runtime.loop_count
         if self.failure is None:
             try:
-                self.bursts.setdefault(loop_count, []).append(self.worker.ask(seconds=seconds, loop_count=loop_count))
+                self.bursts.setdefault(loop_count, []).append(self.worker.ask(seconds=seconds, loop_count=loop_count, rest=rest))
             except WorkerFailed as failure:
                 self._failed(failure)
 
@@ -169,6 +173,10 @@ class Timing:
         """Least seconds an environment step of its bursts so far; 0 of less than ``fewest``."""
         bursts = self.bursts.get(loop_count, [])
         return min(burst["seconds_per_env_step"] for burst in bursts) if len(bursts) >= fewest else 0.0
+
+    def timed(self, loop_count: int) -> float:
+        """Seconds that its bursts took so far."""
+        return sum(burst["wall_seconds"] for burst in self.bursts.get(loop_count, []))
 
     def _failed(self, failure: WorkerFailed) -> None:
         self.failure = failure
@@ -229,6 +237,7 @@ def measure_config(
     repeats: int = REPEATS,
     seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
+    enough: float = math.inf,
     loop_counts: Sequence[int] = (),
     hopeless: float = math.inf,
 ) -> list[Measurement]:
@@ -238,6 +247,7 @@ def measure_config(
       repeats: timed bursts; the figures are medians.
       seconds: wall seconds of a burst, about; a cycle of acting and learning that takes longer is not cut.
       timeout: seconds that compiling, or a burst, may take.
+      enough: seconds of bursts, at one loop count, after which no more are timed.
       loop_counts: measured too, in the same process and in alternation: they share the compiled program.
       hopeless: seconds an environment step; what is slower in ``HOPELESS_BURSTS`` is not timed further.
 
@@ -248,7 +258,8 @@ def measure_config(
       UserError: a configuration that this machine cannot be asked for.
     """
     group = [(config, loop_counts)]
-    (found,) = measure_group(group, hardware=hardware, rounds=repeats, seconds=seconds, timeout=timeout, hopeless=hopeless)
+    limits = {"timeout": timeout, "enough": enough, "hopeless": hopeless}
+    (found,) = measure_group(group, hardware=hardware, rounds=repeats, seconds=seconds, **limits)
     return found
 
 
@@ -301,6 +312,7 @@ def measure_group(
     rounds: int,
     seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
+    enough: float = math.inf,
     hopeless: float = math.inf,
 ) -> list[list[Measurement]]:
     """The same of configurations that are each measured at further loop counts too, in their own processes.
@@ -322,8 +334,9 @@ def measure_group(
             for offset in range(len(timings)):
                 turn = (index + offset) % len(timings)
                 for loop_count in wanted[turn]:
-                    if timings[turn].fastest(loop_count, HOPELESS_BURSTS) <= hopeless:
-                        timings[turn].burst(seconds, loop_count)
+                    timing = timings[turn]
+                    if timing.fastest(loop_count, HOPELESS_BURSTS) <= hopeless and timing.timed(loop_count) < enough:
+                        timing.burst(seconds, loop_count, rest=len(timings) > 1)
         return [[timing.measurement(n) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
     finally:
         for timing in timings:
@@ -331,13 +344,17 @@ def measure_group(
 
 
 def clearly_faster(ours: Measurement, theirs: Measurement, gain: float, level: float = 0.05) -> bool:
-    """Whether the median ratio is at least ``gain``, and so many rounds were won that luck is less likely than ``level``.
+    """Whether the median ratio is at least ``gain``, and luck would have shown as much less often than ``level``.
 
-    The sign test: were neither faster, each round would be won with probability a half.
+    By the sign test: were neither faster, each round would be won with probability a half. Of so few rounds that it could not
+    tell even if all were won, by Student's t-test of the rounds' logarithms, whose spread is taken to be _SPREAD at least.
     """
-    wins = sum(a < b for a, b in zip(ours.repeats, theirs.repeats, strict=True))
-    rounds = len(ours.repeats)
+    logs = [math.log(b / a) for a, b in zip(ours.repeats, theirs.repeats, strict=True)]
+    rounds, wins = len(logs), sum(x > 0.0 for x in logs)
     luck = sum(math.comb(rounds, n) for n in range(wins, rounds + 1)) / 2**rounds
+    if 0.5**rounds >= level and rounds > 1:
+        error = max(statistics.stdev(logs), _SPREAD) / math.sqrt(rounds)
+        luck = float(stdtr(rounds - 1, -statistics.fmean(logs) / error))
     return paired_ratio(ours, theirs) >= gain and luck < level
 
 

@@ -257,6 +257,16 @@ def _mean(blocks: Sequence[Block]) -> tuple[float, float]:
     return statistics.fmean(means), statistics.stdev(means) / math.sqrt(len(means))
 
 
+def steps_left(env_steps: int, last: int, target_return: float | None) -> int:
+    """Environment steps that a training has yet to make, after ``env_steps`` of at most ``last``.
+
+    When a return ends it nobody knows: one that has taken so many steps is expected to take as many again. Not as many seconds:
+    where steps have become dear, what is left is.
+    """
+    left = max(0, last - env_steps)
+    return left if target_return is None else min(left, env_steps)
+
+
 def pays(gain: float, seconds_left: float, cost_seconds: float) -> bool:
     """Whether making the rest of a training ``gain`` times as fast earns what it costs, EARN times over."""
     return gain > KEEP and seconds_left * (1.0 - 1.0 / gain) > EARN * cost_seconds

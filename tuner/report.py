@@ -117,7 +117,8 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if start is not None and ours is not None and start.seconds_per_env_step and ours.seconds_per_env_step:
         rows["default"] = f"{1 / start.seconds_per_env_step:,.0f} environment steps/s"
-        rows["tuned"] = f"{1 / ours.seconds_per_env_step:,.0f} environment steps/s, {result.speedup:.2f}x, in alternation"
+        tuned = f"{1 / ours.seconds_per_env_step:,.0f} environment steps/s, {result.speedup:.2f}x, in alternation"
+        rows["tuned"] = tuned if len(result.history) > 1 else "the default: there was no time to measure another; give it more"
         predicted = result.predicted["env_steps_per_second"]
         rows["predicted"] = f"{predicted:,.0f} environment steps/s, {predicted * ours.seconds_per_env_step - 1:+.0%} of measured"
     if result.objective != "time" and result.gain is not None:

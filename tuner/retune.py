@@ -123,7 +123,6 @@ class _Phases:
         self.stopping = False
         self.started_cores = config.allocation.cores
         self.taught: RuntimePredictor | None = None
-        self.began = time.monotonic()
 
     def say(self, text: str) -> None:
         """One line on stderr."""
@@ -179,11 +178,10 @@ class _Phases:
         return found
 
     def _seconds_left(self, seconds_per_env_step: float) -> float:
-        """Of the training. Where a return ends it, nobody knows: one that has taken so long is expected to take as long again."""
+        """Of the training, at this pace."""
         assert self.last is not None
         train = self.config.train
-        left = max(0, train.max_env_steps - self.last.env_steps) * seconds_per_env_step
-        return left if train.target_return is None else min(left, time.monotonic() - self.began)
+        return phases.steps_left(self.last.env_steps, train.max_env_steps, train.target_return) * seconds_per_env_step
 
     # A phase ends ----------------------------------------------------------------------------------------------------
 

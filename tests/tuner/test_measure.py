@@ -104,6 +104,13 @@ def test_what_is_measured_beside_a_known_one_is_told_as_of_then(tiny: Config, ma
     assert now.seconds_per_env_step < 1.0
 
 
+def test_long_bursts_are_not_repeated_for_longer_than_is_enough(tiny: Config, machine: Hardware) -> None:
+    alone = {"hardware": machine, "seconds": 0.05, "loop_counts": [8]}
+    for found in measure_config(tiny, repeats=4, enough=1e-6, **alone):
+        assert (found.outcome, len(found.repeats)) == (Outcome.OK, 1)
+    assert [len(found.repeats) for found in measure_config(tiny, repeats=4, enough=60.0, **alone)] == [4, 4]
+
+
 @pytest.mark.parametrize(
     ("ours", "faster"),
     [
@@ -113,6 +120,9 @@ def test_what_is_measured_beside_a_known_one_is_told_as_of_then(tiny: Config, ma
         ([0.9] * 10 + [1.1] * 5, False),
         ([0.99] * 15, False),  # surely, but by too little
         ([0.9] * 3, False),  # too few rounds to tell
+        ([0.8] * 3, True),  # for so much they are enough
+        ([0.5, 0.95, 0.8], False),  # t = 2.2
+        ([0.5], False),
     ],
 )
 def test_clearly_faster_is_more_than_luck(ours: list[float], faster: bool, machine: Hardware, workload: Workload) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tuner import phases
-from tuner.phases import Report, State, pays, verdict, watch
+from tuner.phases import Report, State, pays, steps_left, verdict, watch
 
 STEP = 1e-4  # seconds an environment step
 CLOCKS = np.array([4e-4, 2e-3, 1e-2])  # of a row's environments, its search, a batch's targets
@@ -159,3 +159,10 @@ def test_a_switch_must_earn_twice_what_it_costs() -> None:
     assert verdict(0.99, 60.0, 5.0) == "left"  # going back would win 0.6 s and take 5
     assert verdict(0.9, 60.0, 5.0) == "undone"
     assert verdict(0.99, 60.0, 0.0) == "undone"  # while it runs, it costs nothing
+
+
+def test_what_a_return_ends_is_expected_to_take_as_many_steps_again() -> None:
+    assert steps_left(100, 300, None) == 200
+    assert steps_left(100, 300, 475.0) == 100  # at whatever steps cost by now
+    assert steps_left(250, 300, 475.0) == 50
+    assert steps_left(310, 300, None) == 0

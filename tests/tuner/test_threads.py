@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +92,58 @@ def test_a_session_is_at_rest_between_bursts(tiny_threads: Config) -> None:
         session.close()
 
 
+def test_bursts_that_follow_one_another_need_no_run_up(tiny_threads: Config) -> None:
+    session = Session(concrete(tiny_threads, "cpu"))
+    made: list[int] = []
+    run = session._run
+
+    def counted(n: int, loop_count: int) -> None:
+        made.append(n * loop_count)
+        run(n, loop_count)
+
+    session._run = counted  # type: ignore[method-assign]
+    try:
+        found = [session.burst(0.05, tiny_threads.runtime.loop_count, rest=rest) for rest in (False, False, True, True)]
+    finally:
+        session.close()
+    lead = session._lead
+    assert [made.index(lead), made.count(lead)] == [0, 2], "before the first, and after the rest"
+    assert [len(made), made[-2]] == [6, lead]
+    timed = [updates for updates in made if updates != lead]
+    assert all(updates % session._cycle == 0 for updates in timed)
+    for updates, burst in zip(timed, found, strict=True):
+        assert burst["updates_per_second"] == pytest.approx(updates / burst["wall_seconds"])
+
+
+def trial(
+    number: int, machine: Hardware, workload: Workload, seconds: float | None = 1.0, warmup: float = 0.1, **changes: Any
+) -> Trial:
+    """One that took ``seconds`` an environment step."""
+    outcome = Outcome.OK if seconds else Outcome.CRASHED
+    fields = {"seconds_per_env_step": seconds, "warmup_seconds": warmup, "compile_seconds": 10.0}
+    measurement = Measurement(hardware=machine, workload=workload, outcome=outcome, **fields)
+    given = dict.fromkeys(("predicted_uncalibrated", "predicted_base", "predicted", "temperature", "elapsed"), 1.0)
+    return Trial(number=number, role="annealed", changes=changes, config={}, measurement=measurement, predicted_use=(), **given)
+
+
+def test_a_comparison_has_the_rounds_that_there_is_time_for(machine: Hardware, threaded: Workload) -> None:
+    def made(*warmups: float) -> list[Trial]:
+        return [trial(number, machine, threaded, warmup=warmup) for number, warmup in enumerate(warmups)]
+
+    quick, slow = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0)
+    assert comparison.plan(quick, 0.4, 300.0, 200.0) == (2, comparison.MAX_ROUNDS)
+    assert comparison.plan(quick, 0.4, 300.0, 35.0) == (2, 11)  # 18 s until all are up, and 1.2 s a round
+    assert comparison.plan(quick, 0.4, 300.0, 25.0) == (1, 12), "one rival less is rather done without"
+    assert comparison.plan(quick, 0.4, 300.0, 1.0) == (1, comparison.MIN_ROUNDS), "whatever is left"
+    assert comparison.plan(slow, 0.4, 300.0, 150.0) == (2, 4)
+    assert comparison.plan(slow, 0.4, 300.0, 100.0) == (1, comparison.LONG_ROUNDS)
+    assert comparison.plan(slow, 0.4, 3000.0, 1000.0) == (2, comparison.MAX_ROUNDS)
+    assert comparison.reserved(quick, 0.4, 300.0) == pytest.approx(3 * 6.0 + 3.0 + comparison.MIN_ROUNDS * 1.2)
+    alone = comparison.reserved(slow[:1], 0.4, 300.0)
+    assert alone == pytest.approx(2 * 6.0 + 3.0 + comparison.LONG_ROUNDS * (22.0 + 11.0)), "one that is worth finding is faster"
+    assert alone < 120.0 < 300.0 - 60.0, "of five minutes a start whose bursts take 22 s leaves time for trials"
+
+
 def test_staleness_has_a_price_and_ties_go_to_small_queues(threaded: Workload, machine: Hardware) -> None:
     rates = hardware_rates(machine)
     an_update = STALENESS_PRICE / 20
@@ -144,12 +197,24 @@ def test_fine_knobs_are_covered_by_two_trials() -> None:
     assert [knob.path for knob, x in zip(live.knobs, row, strict=True) if x == ANY] == ["runtime.loop_count"]
 
 
+TINY = {"replay.min_size": 64, "replay.capacity": 8192, "runtime.num_envs": 8, "runtime.loop_count": 2, "network.width": 8}
+TINY |= {"train.batch_size": 16, "search.num_simulations": 2, "train.td_steps": 4, "train.target_period": 50}
+
+
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuner.TuneResult:
-    tiny = {"replay.min_size": 64, "replay.capacity": 8192, "runtime.num_envs": 8, "runtime.loop_count": 2, "network.width": 8}
-    tiny |= {"train.batch_size": 16, "search.num_simulations": 2, "train.td_steps": 4, "train.target_period": 50}
-    config = Config.preset("gymnasium:CartPole-v1").replace(tiny)
+    config = Config.preset("gymnasium:CartPole-v1").replace(TINY)
     return tuner.tune(config, budget="10m", max_trials=2, out=tmp_path_factory.mktemp("t") / "t", burst=0.1, quiet=True)
+
+
+def test_a_budget_for_the_start_alone_compares_it_with_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config.preset("gymnasium:CartPole-v1").replace(TINY)
+    alone = tuner.tune(config, budget="10m", max_trials=1, out=tmp_path / "t", burst=0.05)
+    assert alone.finished
+    assert [trial.role for trial in alone.history] == ["baseline"]
+    assert (alone.speedup, alone.gain) == (1.0, 1.0)
+    assert alone.measurement == alone.start_measurement == alone.history[0].measurement
+    assert "nothing ran beside the start" in capsys.readouterr().err
 
 
 def test_a_tuning_of_threads_is_never_worse_than_the_start(tuned: tuner.TuneResult) -> None:
@@ -171,19 +236,13 @@ def test_a_tuning_of_threads_is_never_worse_than_the_start(tuned: tuner.TuneResu
 
 
 def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded: Workload) -> None:
-    def trial(number: int, seconds: float | None, queue: float) -> Trial:
-        outcome = Outcome.OK if seconds else Outcome.CRASHED
-        workload = dataclasses.replace(threaded, batch_queue_size=queue)
-        measurement = Measurement(hardware=machine, workload=workload, outcome=outcome, seconds_per_env_step=seconds)
-        given = dict.fromkeys(("predicted_uncalibrated", "predicted_base", "predicted", "temperature", "elapsed"), 1.0)
-        return Trial(
-            number=number, role="annealed", changes={"q": queue}, config={}, measurement=measurement, predicted_use=(), **given
-        )
+    def tried(number: int, seconds: float | None, queue: float) -> Trial:
+        return trial(number, machine, dataclasses.replace(threaded, batch_queue_size=queue), seconds, q=queue)
 
     def pay(measurement: Measurement) -> float:
         return cost(measurement, machine, Limits(np.inf, np.inf, STALENESS_PRICE / 20))
 
-    trials = [trial(0, 1.0, 2), trial(1, 0.5, 64), trial(2, 0.505, 1), trial(3, None, 1), trial(4, 0.6, 2)]
+    trials = [tried(0, 1.0, 2), tried(1, 0.5, 64), tried(2, 0.505, 1), tried(3, None, 1), tried(4, 0.6, 2)]
     found = comparison.finalists(trials, lambda t: t.changes["q"], pay)
     assert [t.number for t in found] == [2, 1]  # a hundredth faster is not worth 63 updates
     assert pay(trials[3].measurement) == np.inf
