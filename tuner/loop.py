@@ -38,14 +38,12 @@ from tuner.live import Progress
 from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
-from tuner.proposer import Proposer, role_of
+from tuner.proposer import COLDEST, NOTHING, Proposer, role_of, temperature_of
 from tuner.report import draw_history
 from tuner.result import TuneResult, parse_budget
 from tuner.space import Space
 from tuner.workload import describe
 
-COOLING = 0.8  # of the outer temperature, a round
-FINAL_TEMPERATURE = 0.05  # relative to the first: rounds end here if the budget lasts
 HOPELESS = 3.0  # times the seconds of the best: a trial that is slower is not timed to the end
 
 
@@ -154,10 +152,8 @@ class _Tuning:
 
     def _next_fits(self) -> bool:
         walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
-        if len(walls) >= self.max_trials or COOLING ** (len(walls) - 1) <= FINAL_TEMPERATURE:
-            return False
         comparing = comparison.reserved([self.trials[0], *self._finalists()], self.burst, self.budget)
-        return self.elapsed + 1.2 * float(np.median(walls)) + comparing < self.budget
+        return len(walls) < self.max_trials and self.elapsed + 1.2 * float(np.median(walls)) + comparing < self.budget
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 
@@ -210,8 +206,8 @@ class _Tuning:
             self.proposer.cover(every_point_with(self.space, "precision.level", level))
 
     def _round(self, number: int) -> bool:
-        """Proposes, allocates, measures, balances, learns. False when every feasible point was measured."""
-        temperature = COOLING ** (number - 1)
+        """Proposes, allocates, measures, balances, learns. False when nothing is left, or no gain expected of what is."""
+        temperature = temperature_of(number)
         if number % corrections.EVERY == 0:
             config, use, last = corrections.rebalanced(self.trials, self._best(), self.predictor, self.hardware, self.most)
             if self._fresh(config):
@@ -219,6 +215,10 @@ class _Tuning:
                 self._learn()
                 return True
         while (point := self.proposer.propose(number)) is not None:
+            cold = temperature == COLDEST and role_of(number) == "annealed"  # what it teaches few trials would use
+            if cold and self.proposer.expected_gain(point) < NOTHING:
+                self.progress.say("no further trial is expected to gain anything")
+                return False
             config, use = self._allocate(self.start.replace(self.space.decode(point)), temperature)
             if self._fresh(config):
                 self._measure(config, use, role_of(number), temperature=temperature)

@@ -16,18 +16,19 @@ import numpy as np
 from predictor import Hardware, Measurement, RuntimePredictor, hardware_rates, stack
 from tuner import anneal
 from tuner.goal import Goal
-from tuner.objective import cost, energy, excluded, limits_of, log_rent, missed_power, price
+from tuner.objective import ANY, cost, energy, excluded, limits_of, log_rent, missed_power, price
 from tuner.residual import capacity, evaluate, make_residual
 from tuner.space import Space, workloads
 
 CHAINS = 1024
 REHEAT = 0.3  # of the temperature that chains start at, when they go on: what was learnt since changes their energies a little
 RANDOM_EVERY = 5  # one trial in so many is drawn at random: the predictor would never see what it thinks is bad
+COOLING, COLDEST = 0.8, 0.05  # of the outer temperature: what a round takes of it, and where it stays
 CURIOSITY = 1.0  # standard deviations that a trial's seconds are taken to be better than expected
 _FAILED = 2.0  # times the seconds of the slowest that ran: what one that failed counts as, so that its like are shunned
 _DRAWN = 1024  # points that a random one is drawn from: most may be infeasible
 _FASTEST = Goal()
-_NOTHING = 0.01  # a difference of this share is not worth measuring
+NOTHING = 0.01  # a difference of this share is not worth measuring
 
 Point = tuple[int, ...]
 _energy = jax.jit(energy)
@@ -36,6 +37,11 @@ _energy = jax.jit(energy)
 def role_of(number: int) -> str:
     """How trial ``number`` (the baseline is 0) is chosen: ``annealed`` or ``random``."""
     return "random" if number % RANDOM_EVERY == 0 else "annealed"
+
+
+def temperature_of(number: int) -> float:
+    """The outer temperature of trial ``number``: from 1 at the first after the baseline down to ``COLDEST``."""
+    return float(max(COOLING ** (number - 1), COLDEST))
 
 
 class Proposer:
@@ -129,13 +135,12 @@ class Proposer:
             points = np.asarray(jax.random.uniform(key, (_DRAWN, len(self.space.sizes))) * self.space.sizes[None, :], np.int32)
             energies = np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf)
         else:
-            best, _ = min(self._known, key=lambda known: self.cost(known[1]))
             found = anneal.run(
                 key,
                 energy,
                 self.space.sizes,
                 chains=CHAINS,
-                initial=self._starts(best),
+                initial=self._starts(self._best()[0]),
                 heat=1.0 if self._chains is None else REHEAT,
                 args=self._arguments(),
             )
@@ -143,6 +148,32 @@ class Proposer:
             points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
         index = int(np.argmin(energies))
         return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
+
+    def expected_gain(self, point: Point) -> float:
+        """By how much measuring a point is expected to lower the log of the least cost measured: 0 or more.
+
+        The expected improvement of Jones, Schonlau and Welch (1998), its cost being normal by what was learnt.
+        """
+        row = jnp.array([point], jnp.int32)
+        expected, hoped = (float(_energy(row, *self._arguments(curiosity=c))[0]) for c in (0.0, 1.0))
+        if not math.isfinite(expected):
+            return 0.0  # it is not to be measured
+        better, deviation = self.cost(self._best()[1]) - expected, expected - hoped
+        if deviation <= 0.0:
+            return max(better, 0.0)
+        scaled = better / deviation
+        below = 0.5 * math.erfc(-scaled / math.sqrt(2.0))
+        return better * below + deviation * math.exp(-0.5 * scaled**2) / math.sqrt(2.0 * math.pi)
+
+    def _best(self) -> tuple[Point, Measurement]:
+        """The least cost measured, unless nothing but points that were covered since was: a level that was refused."""
+
+        def order(known: tuple[Point, Measurement]) -> tuple[bool, float]:
+            point, measurement = known
+            refused = any(all(choice in (ANY, own) for choice, own in zip(c, point, strict=True)) for c in self._covered)
+            return refused, self.cost(measurement)
+
+        return min(self._known, key=order)
 
     def _starts(self, best: Point) -> np.ndarray:
         """[C, D]: every second chain starts at the best there is, the others go on from where they stood."""
@@ -164,10 +195,10 @@ class Proposer:
         points = np.tile(np.array(point, np.int32), (len(options), 1))
         points[:, axis] = np.arange(len(options))
         expected = np.asarray(_energy(jnp.asarray(points), *self._arguments(curiosity=0.0)))
-        if not np.isfinite(expected).all() or np.ptp(expected) < _NOTHING:
+        if not np.isfinite(expected).all() or np.ptp(expected) < NOTHING:
             return []
         best = int(np.argmin(expected))
-        wanted = [best] if expected[own] - expected[best] > _NOTHING else []
+        wanted = [best] if expected[own] - expected[best] > NOTHING else []
         if not self._known:
             wanted.append(max(range(len(options)), key=lambda i: abs(math.log(options[i] / options[own]))))
         return [int(options[i]) for i in dict.fromkeys(wanted)]

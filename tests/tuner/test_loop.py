@@ -14,15 +14,17 @@ import pytest
 import tuner
 from muzerox import Config, UserError
 from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
+from tuner import loop
 from tuner.bridge import load_config
 from tuner.comparison import MIN_GAIN
-from tuner.corrections import ROLE
+from tuner.corrections import EVERY, ROLE
 from tuner.goal import Goal
 from tuner.history import TuneDir
 from tuner.live import Progress
 from tuner.loop import _Tuning
 from tuner.neighbourhood import space_around
 from tuner.objective import NO_POINT, Limits, energy
+from tuner.proposer import COLDEST, role_of, temperature_of
 from tuner.report import median_errors
 from tuner.residual import make_residual
 from tuner.result import parse_budget
@@ -170,6 +172,26 @@ def test_a_correction_is_a_row_measured_beside_what_it_corrects(tuned: tuner.Tun
     assert last.role == ROLE
     assert last.measurement.outcome == Outcome.OK
     assert last.seconds in [row["seconds_per_env_step"] for row in tuning.store.rows()]
+
+
+def test_cold_rounds_go_on_while_a_gain_is_expected(
+    tuned: tuner.TuneResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what two trials taught there is much to be expected; what counts as nothing is moved instead."""
+    cold = next(n for n in range(1, 100) if temperature_of(n) == COLDEST and role_of(n) == "annealed" and n % EVERY)
+    space, rows = space_around(tuned.start, "neutral", "cpu"), []
+    for name, nothing in (("worthless", np.inf), ("worthwhile", 0.0)):
+        copy = TuneDir(shutil.copytree(tuned.out, tmp_path / name))
+        monkeypatch.setattr(loop, "NOTHING", nothing)
+        with Progress(600.0, quiet=False) as progress:
+            tuning = _Tuning(tuned.start, space, tuned.hardware, copy, 600.0, 0, progress, 0.0, Goal())
+            tuning.burst = 0.05
+            tuning._learn()
+            went_on = tuning._round(cold)
+        rows.append(len(copy.trials()) - len(tuned.history))
+        assert went_on == (rows[-1] > 0)
+        assert ("no further trial is expected to gain anything" in capsys.readouterr().err) != went_on
+    assert rows[0] == 0 < rows[1]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("4m", 240.0), ("1.5h", 5400.0), (45, 45.0), (" 2M ", 120.0)])

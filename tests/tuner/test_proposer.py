@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
-from tuner.objective import ANY
-from tuner.proposer import RANDOM_EVERY, Point, Proposer, role_of
+from tuner.objective import ANY, every_point_with
+from tuner.proposer import COLDEST, COOLING, NOTHING, RANDOM_EVERY, Point, Proposer, role_of, temperature_of
+from tuner.residual import evaluate
 from tuner.space import Space, knobs_up_to, make_space, workloads
 
 AXES = {
@@ -144,3 +145,40 @@ def test_curiosity_tries_what_least_is_known_of(space: Space, machine: Hardware,
     plain.learn([(tuple(point), measured(tuple(point)))])
     gap, without = (float(np.subtract(*p.energies(np.stack([one, other])))) for p in (curious, plain))
     assert gap > without + 0.01
+
+
+def test_the_expected_gain_is_what_a_trial_gains_on_average(space: Space, machine: Hardware, measured: Measure) -> None:
+    proposer = make(space, machine)
+    everywhere = [tuple(int(x) for x in point) for point in np.ndindex(*space.sizes)]
+    known = [(point, measured(point)) for point in everywhere[::7][:4]]
+    proposer.learn(known)
+    best = min(proposer.cost(measurement) for _, measurement in known)
+    rng, gains = np.random.default_rng(0), []
+    for point in everywhere:
+        if not np.isfinite(proposer.energies(np.array([point]))[0]):
+            assert proposer.expected_gain(point) == 0.0  # measured, or timed beside what was
+            continue
+        _, deviation = evaluate(proposer._residual, jnp.array([point]))
+        expected = proposer.log_seconds(np.array([point]))[0] + proposer.price(measured(point))
+        drawn = expected + float(deviation[0]) * rng.standard_normal(200_000)
+        gains.append(float(np.mean(np.maximum(best - drawn, 0.0))))
+        assert proposer.expected_gain(point) == pytest.approx(gains[-1], rel=0.05, abs=2e-4)
+    assert max(gains) > NOTHING > min(gains)  # some are worth a trial, and some are not
+
+
+def test_a_gain_is_expected_over_what_may_be_chosen(space: Space, machine: Hardware, measured: Measure) -> None:
+    """What was refused since it was measured is nothing that must be beaten."""
+    proposer = make(space, machine)
+    fast, slow = ((0, 3, engine, 0) for engine in (0, 1))
+    assert (measured(fast).seconds_per_env_step or 0.0) < (measured(slow).seconds_per_env_step or 0.0)
+    proposer.learn([(fast, measured(fast)), (slow, measured(slow))])
+    other = (1, 3, 1, 0)
+    before = proposer.expected_gain(other)
+    proposer.cover(every_point_with(space, "search.engine", "mctx"))
+    assert proposer.expected_gain(other) > before + 0.1
+
+
+def test_the_outer_temperature_falls_and_stays() -> None:
+    found = [temperature_of(number) for number in range(1, 40)]
+    np.testing.assert_allclose(found[:14], COOLING ** np.arange(14))
+    assert found[14:] == [COLDEST] * 25
