@@ -134,9 +134,16 @@ def corrected(
     return config.replace(changes)
 
 
-def begin(start: Config, trials: Sequence[Trial], hardware: Hardware) -> tuple[np.ndarray, balance.State]:
-    """What was asked for, [R], and the state that the allocations of a tuning go on from: the newest trial's, or the start's."""
-    most = np.asarray(resources.limits(hardware, most=resources.allocation_of(start, hardware)).maximum)
+def begin(
+    start: Config, trials: Sequence[Trial], hardware: Hardware, max_cores: int | None = None
+) -> tuple[np.ndarray, balance.State]:
+    """What may be given at most, [R], and the state that allocations go on from: the newest trial's, or the start's.
+
+    At most the memory that the start asks for. Its cores are a knob, which moves: at most ``max_cores``, or all there are.
+    """
+    asked = resources.allocation_of(start, hardware)
+    asked[balance.CORES] = max_cores or hardware.cores
+    most = np.asarray(resources.limits(hardware, most=asked).maximum)
     newest = Config.from_dict(trials[-1].config) if trials else start
     return most, balance.start(np.minimum(resources.allocation_of(newest, hardware), most))
 

@@ -131,7 +131,7 @@ class _Tuning:
         self.store = shared_store(hardware.id)
         seen = [trial.measurement for trial in self.trials]
         elsewhere = [m for m in shared_measurements(hardware.id, progress.say)[-HISTORY:] if m not in seen]
-        self.most, self.state = corrections.begin(start, self.trials, hardware)
+        self.most, self.state = corrections.begin(start, self.trials, hardware, goal.max_cores)
         # By other machines, then by other work on this one; a tuning's own runs are what is learnt again and again.
         taught = RuntimePredictor.pretrained().fit(elsewhere)
         self.proposer = Proposer(space, hardware, taught, jax.random.key(seed), staleness_price, goal)

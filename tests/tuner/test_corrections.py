@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
-from tuner import allocate, balance, corrections
+from tuner import allocate, balance, corrections, resources
 from tuner.allocate import Limits
 from tuner.balance import NOTHING, Seen, State, correct
 from tuner.bridge import Config, UserError, concrete
@@ -300,6 +300,17 @@ def test_the_best_of_a_tuning_is_measured_again_under_the_allocation_its_runs_sa
     assert next_of(best, trial(other, "random", 2.0), trial(one, corrections.ROLE, 1.03)) == four  # undone
     often = [trial(c, corrections.ROLE, 1.01) for c in (one, four, one)]
     assert next_of(best, *often) == one  # no more corrections
+
+
+def test_the_cores_of_the_start_are_not_the_most_there_may_be(machine: Hardware, given: Config) -> None:
+    """They are a knob; the memory that a start asks for is a bound."""
+    most, state = corrections.begin(given, (), machine)
+    np.testing.assert_array_equal(most, [4.0, 2 * 2**30, 0.0])
+    np.testing.assert_array_equal(state.allocated, [1.0, 2 * 2**30, 0.0])
+    _, next_one = resources.next_allocation(state, np.array([3.0, 2**30, 0.0], np.float32), 0.0, machine, most)
+    assert next_one[0] > 3.0  # what uses three cores is given more than one
+    assert corrections.begin(given, (), machine, max_cores=2)[0][0] == 2.0
+    assert corrections.begin(given.replace("allocation.memory_gib", None), (), machine)[0][1] == machine.memory_bytes
 
 
 def test_the_state_is_a_function_of_the_runs(machine: Hardware, workload: Workload, given: Config) -> None:

@@ -141,6 +141,10 @@ def test_a_comparison_has_the_rounds_that_there_is_time_for(machine: Hardware, t
     assert comparison.reserved(quick, 0.4, 300.0) == pytest.approx(3 * 6.0 + 3.0 + comparison.MIN_ROUNDS * 1.2)
     alone = comparison.reserved(slow[:1], 0.4, 300.0)
     assert alone == pytest.approx(2 * 6.0 + 3.0 + comparison.LONG_ROUNDS * (22.0 + 11.0)), "one that is worth finding is faster"
+    more = made(0.1, 0.1, 0.1, 0.1, 0.1)
+    assert comparison.reserved(more, 0.4, 300.0) == comparison.reserved(quick, 0.4, 300.0), "two have time kept for them"
+    assert comparison.plan(more, 0.4, 300.0, 200.0) == (4, comparison.MAX_ROUNDS)
+    assert comparison.plan(more, 0.4, 300.0, 45.0) == (3, 11), "27 s until all are up, and 1.6 s a round"
     assert alone < 120.0 < 300.0 - 60.0, "of five minutes a start whose bursts take 22 s leaves time for trials"
 
 
@@ -235,6 +239,17 @@ def test_a_tuning_of_threads_is_never_worse_than_the_start(tuned: tuner.TuneResu
     assert tuned.predicted["batch_staleness"] is not None
 
 
+@pytest.mark.parametrize(("peak", "device_peak", "rivals"), [(1.0, 1.0, 4), (2.0, 1.0, 2), (1.0, 3.0, 1), (7.0, 1.0, 1)])
+def test_what_is_compared_fits_into_memory_side_by_side(
+    machine: Hardware, threaded: Workload, peak: float, device_peak: float, rivals: int
+) -> None:
+    gpu = dataclasses.replace(machine, platform="gpu")  # 8 GiB of both
+    trials = [trial(number, gpu, threaded, warmup=0.1) for number in range(5)]
+    held = {"peak_bytes": peak * 2**30, "device_peak_bytes": device_peak * 2**30}
+    trials = [dataclasses.replace(t, measurement=dataclasses.replace(t.measurement, **held)) for t in trials]
+    assert comparison.plan(trials, 0.4, 300.0, 200.0)[0] == rivals
+
+
 def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded: Workload) -> None:
     def tried(number: int, seconds: float | None, queue: float) -> Trial:
         return trial(number, machine, dataclasses.replace(threaded, batch_queue_size=queue), seconds, q=queue)
@@ -244,7 +259,7 @@ def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded:
 
     trials = [tried(0, 1.0, 2), tried(1, 0.5, 64), tried(2, 0.505, 1), tried(3, None, 1), tried(4, 0.6, 2)]
     found = comparison.finalists(trials, lambda t: t.changes["q"], pay)
-    assert [t.number for t in found] == [2, 1]  # a hundredth faster is not worth 63 updates
+    assert [t.number for t in found] == [2, 1, 4]  # a hundredth faster is not worth 63 updates
     assert pay(trials[3].measurement) == np.inf
 
 
