@@ -31,7 +31,8 @@ def learn(config: Any, steps: int, out: Path) -> dict[str, Any]:
     from muzerox.opponents import OPPONENTS
 
     target = config.train.target_return
-    changes = {"train.max_env_steps": steps, "train.target_return": None}
+    # Trainings follow one another in this process, which holds more than the one that memory was allocated to.
+    changes = {"train.max_env_steps": steps, "train.target_return": None, "allocation.memory_gib": None}
     result = muzerox.train(config.replace(changes), out=out, quiet=True)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     reached = [
