@@ -2,8 +2,8 @@
 
 Nothing is stopped early. Each training is judged by fresh episodes of its final agent: returns, and where there is perfect play,
 games lost against it. The steps until an evaluation on the way first reached the target are in the record, too. Tuned ones are
-those given (``--config``, of any of the environments); without one, twice and half the environments stand in for it, of which
-a tuning may choose either.
+those given (``--config``, of any of the environments), or the preset with ``--set``; without either, twice and half the
+environments stand in for them, of which a tuning may choose either.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ def learn(config: Any, steps: int, out: Path) -> dict[str, Any]:
     }
 
 
-def sides_of(env: str, tuned: list[Any]) -> dict[str, Any]:
+def sides_of(env: str, tuned: list[Any], assignments: list[str]) -> dict[str, Any]:
     """The preset of an environment, and what is to learn the same."""
-    from muzerox import Config
+    from muzerox import Config, config_io
 
     preset = Config.preset(env)
     own = [config for config in tuned if config.env == env]
     if own:
         return {"preset": preset, **{f"tuned {index}" if len(own) > 1 else "tuned": config for index, config in enumerate(own)}}
+    if assignments:
+        return {"preset": preset, "changed": preset.replace(dict(config_io.parse_assignment(a) for a in assignments))}
     n = preset.runtime.num_envs
     return {"preset": preset, **{f"{m} environments": preset.replace("runtime.num_envs", m) for m in (n // 2, 2 * n)}}
 
@@ -69,6 +71,9 @@ def main() -> None:
     parser.add_argument("--config", action="append", default=[], help="a tuned.toml; may be given several times")
     parser.add_argument("--steps", type=int, help=f"environment steps (default: those of the preset; {STEPS})")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", dest="assignments", help="of the preset, instead of --config"
+    )
     args = parser.parse_args()
     use_device(args.device)
     from muzerox import Config, config_io
@@ -79,7 +84,7 @@ def main() -> None:
     for column in ("task", "configuration", "mean return", "by seed", "lost to random, perfect", "steps/s"):
         table.add_column(column, justify="left" if column in ("task", "configuration") else "right")
     for env in args.env or list(dict.fromkeys(config.env for config in tuned)) or ENVS:
-        sides = sides_of(env, tuned)
+        sides = sides_of(env, tuned, args.assignments)
         steps = args.steps or STEPS.get(env, Config.preset(env).train.max_env_steps)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         with tempfile.TemporaryDirectory() as folder:

@@ -13,8 +13,8 @@ from tuner.history import Trial
 from tuner.measure import clearly_faster, measure_in_alternation, paired_ratio
 
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
-# A trial alone is off by what the machine does meanwhile: played back with such noise, the best of the four fastest was half as
-# far from the optimum as the best of two. Time is kept for two; the others have what trials leave.
+# A trial alone is off by what the machine does meanwhile: played back with such noise, the best of the four fastest was from as
+# far to half as far from the optimum as the best of two. Time is kept for two; the others have what trials leave.
 FINALISTS, RESERVED = 4, 2
 MIN_ROUNDS, MAX_ROUNDS = 9, 25
 LONG_ROUNDS = 3  # at least, where MIN_ROUNDS would take more than SHARE of the budget
@@ -44,8 +44,7 @@ def finalists(trials: Sequence[Trial], program: Callable[[Trial], Hashable], cos
 
 def reserved(trials: Sequence[Trial], burst: float, budget: float) -> float:
     """Seconds to keep for comparing the start, the first of ``trials``, with others, or with one that is yet to be found."""
-    ready, a_round = _seconds(trials[: 1 + RESERVED], burst)
-    return ready + _fewest_rounds(a_round, budget) * a_round
+    return _shortest(trials[: 1 + RESERVED], burst, budget)
 
 
 def plan(trials: Sequence[Trial], burst: float, budget: float, left: float) -> tuple[int, int]:
@@ -57,18 +56,24 @@ def plan(trials: Sequence[Trial], burst: float, budget: float, left: float) -> t
       left: of these.
     """
     rivals = len(trials) - 1
-    while True:
-        ready, a_round = _seconds(trials[: 1 + rivals], burst)
-        enough = ready + _fewest_rounds(a_round, budget) * a_round <= left
-        if rivals == 1 or (enough and _fit_together(trials[: 1 + rivals])):
+    while rivals > 1:
+        compared = trials[: 1 + rivals]
+        if _shortest(compared, burst, budget) <= left and _fit_together(compared):
             break
         rivals -= 1
+    ready, a_round = _seconds(trials[: 1 + rivals], burst)
     return rivals, int(min(MAX_ROUNDS, max(_fewest_rounds(a_round, budget), (left - ready) / a_round)))
 
 
 def _fewest_rounds(a_round: float, budget: float) -> int:
     """Rounds of ``a_round`` seconds that a comparison must have."""
     return int(min(MIN_ROUNDS, max(LONG_ROUNDS, SHARE * budget / a_round)))
+
+
+def _shortest(trials: Sequence[Trial], burst: float, budget: float) -> float:
+    """Seconds that comparing all of them takes at least."""
+    ready, a_round = _seconds(trials, burst)
+    return ready + _fewest_rounds(a_round, budget) * a_round
 
 
 def _fit_together(trials: Sequence[Trial]) -> bool:

@@ -166,11 +166,12 @@ class Proposer:
         return better * below + deviation * math.exp(-0.5 * scaled**2) / math.sqrt(2.0 * math.pi)
 
     def _best(self) -> tuple[Point, Measurement]:
-        """The least cost measured, unless nothing but points that were covered since was: a level that was refused."""
+        """The least cost measured, of a level that was not refused since, if there is one: whole choices are covered then."""
 
         def order(known: tuple[Point, Measurement]) -> tuple[bool, float]:
             point, measurement = known
-            refused = any(all(choice in (ANY, own) for choice, own in zip(c, point, strict=True)) for c in self._covered)
+            patterns = [covered for covered in self._covered if ANY in covered]
+            refused = any(all(choice in (ANY, own) for choice, own in zip(p, point, strict=True)) for p in patterns)
             return refused, self.cost(measurement)
 
         return min(self._known, key=order)
