@@ -59,17 +59,18 @@ def assign(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], 
 def _with_own_threads(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[jax.Device], list[jax.Device]]:
     """CPU devices with threads of their own; those that search learn too."""
     threads, searching, learning = runtime.role_threads, runtime.searching_devices, runtime.learning_devices
-    acting = [cpu_devices(f"acting {index}", threads, 1)[0] for index in range(runtime.acting_devices)]
+    # A row's search is short, and self-play has nothing to do without it: it is called, not handed over and waited for.
+    acting = [cpu_devices(f"acting {index}", threads, 1, asynchronous=False)[0] for index in range(runtime.acting_devices)]
     others = list(cpu_devices("learning", threads, max(searching, learning)))
     return acting, others[:searching], others[:learning]
 
 
 @functools.cache
-def cpu_devices(role: str, threads: int, count: int) -> tuple[jax.Device, ...]:
+def cpu_devices(role: str, threads: int, count: int, *, asynchronous: bool = True) -> tuple[jax.Device, ...]:
     """``count`` CPU devices of a backend of their own, whose programs run on ``threads`` threads for each of them.
 
-    The backend lives as long as the process, as JAX's own does. The same arguments give the same devices, and another ``role``
-    others.
+    Where it is not ``asynchronous``, a call of a program returns when the program is done. The backend lives as long as the
+    process, as JAX's own does. The same arguments give the same devices, and another ``role`` others.
     """
     log.debug("%d CPU devices of %d threads each, for %s", count, threads, role)
     from jaxlib import xla_client  # JAX itself makes one backend a platform
@@ -78,7 +79,7 @@ def cpu_devices(role: str, threads: int, count: int) -> tuple[jax.Device, ...]:
     before = os.environ.get("NPROC")
     os.environ["NPROC"] = str(threads * count)  # read when a backend is made, and only then
     try:
-        backend: Any = xla_client.make_cpu_client(asynchronous=True, num_devices=count)
+        backend: Any = xla_client.make_cpu_client(asynchronous=asynchronous, num_devices=count)
         return tuple(backend.local_devices())
     finally:
         if before is None:

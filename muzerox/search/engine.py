@@ -1,6 +1,6 @@
 """The search loop: one tree an element of the batch, all grown in step, in O(B A) a level.
 
-mctx (DeepMind) is the reference for every number here. Four facts make the same answers cheaper:
+mctx (DeepMind) is the reference for every number here. Five facts make the same answers cheaper:
 
 - What a node would select changes only when a backup passes through it. So the backup, which has the node's statistics at
   hand, also notes where a descent from that node would end; the next descent is one lookup below the root.
@@ -8,13 +8,17 @@ mctx (DeepMind) is the reference for every number here. Four facts make the same
   a tree that has come to its root goes on in a place that nobody reads. A condition of each tree's own would make XLA select
   over whole trees, once a level.
 - Nodes of the same number lie side by side: what all trees expand at once is written as one slice.
+- Simulations that leave the root by different edges meet nowhere below it. Where it is known beforehand that several edges come
+  next (a round of sequential halving), they go side by side, as one simulation of so many trees more: lanes. Networks see a batch
+  as many times as large, as many times less often.
 - Statistics of an edge are those of the node it leads to: only visits and Q of children are kept twice, side by side, so that a
   selection reads them at once; the rest of an ``mctx.Tree`` is put together at the end, and only if somebody reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +56,7 @@ class Node(struct.PyTreeNode):
 
 
 Select = Callable[[Node], jax.Array]  # the action [B] int32
+SelectRoot = Callable[[Node, int], jax.Array]  # so many different actions [W, B] int32
 
 # With up to so many actions a reduction over them is one over trees side by side, which vectorises, and the transposition
 # is the cheaper of the two.
@@ -90,21 +95,23 @@ def search(
     *,
     root: mctx.RootFnOutput,
     recurrent_fn: Any,
-    select_root: Select,
+    select_root: SelectRoot,
     select: Select,
-    num_simulations: int,
+    rounds: Sequence[int],
     max_depth: int | None = None,
     invalid_actions: jax.Array | None = None,
     extra_data: Any = None,
     loop_fn: Any = jax.lax.fori_loop,
 ) -> tuple[mctx.Tree, Node]:
-    """Grows a tree of ``num_simulations`` expansions below each root.
+    """Grows a tree of ``sum(rounds)`` expansions below each root.
 
     Args:
       root: prior logits [B, A], value [B], embedding [B, ...].
-      recurrent_fn: ``(params, key, action [B], embedding [B, ...]) -> (mctx.RecurrentFnOutput, embedding)``.
-      select_root: the action at the root.
+      recurrent_fn: ``(params, key, action [L], embedding [L, ...]) -> (mctx.RecurrentFnOutput, embedding)``; L is B times the
+        simulations side by side.
+      select_root: ``(node, width) -> actions``, different ones, at the root.
       select: the action at any other node. It must depend on nothing but the node: it is asked once, when the node changed.
+      rounds: how many simulations go side by side, in turn.
       max_depth: edges from the root to the farthest leaf; default no limit.
       invalid_actions: [B, A], 1 where an action is illegal; kept in the tree for whoever reads it.
 
@@ -115,9 +122,9 @@ def search(
       ValueError: the trees have 2^31 edges or more.
     """
     batch, actions = root.prior_logits.shape
+    num_simulations = sum(rounds)
     limit = num_simulations if max_depth is None else max_depth
     cut = limit < num_simulations  # whether a descent may end at a node that is there already
-    trees = jnp.arange(batch, dtype=jnp.int32)
     axis = action_axis(actions)
     nodes, root_state = _init(root, num_simulations)
     keys = _expansion_keys(key, num_simulations)
@@ -141,18 +148,22 @@ def search(
             axis=axis,
         )
 
-    def simulate(sim: jax.Array, carry: tuple[_Nodes, _Root]) -> tuple[_Nodes, _Root]:
+    def simulate(sim: jax.Array, carry: tuple[_Nodes, _Root], width: int) -> tuple[_Nodes, _Root]:
         nodes, state = carry
-        new = jnp.asarray(sim, jnp.int32) + 1
+        new = jnp.asarray(sim, jnp.int32) + 1  # the number of the first lane's node, and the root's visits
+        lanes = width * batch  # lane w B + b is of tree b
+        lane = jnp.arange(lanes, dtype=jnp.int32)
+        trees = lane % batch
+        none = jnp.zeros(lanes, jnp.int32)
 
         # Descend.
-        root_action = select_root(root_node(state, new))
-        child = _pick(state.child, root_action, axis)
+        root_action = select_root(root_node(state, new), width)  # [W, B]
+        child = jax.vmap(lambda action: _pick(state.child, action, axis))(root_action).reshape(lanes)
         stops = (child == UNVISITED) | (limit <= 1)
-        end = jnp.where(stops, root_action, _at(nodes.ints, jnp.maximum(child, 0) * batch + trees, _END))
+        end = jnp.where(stops, root_action.reshape(lanes), _at(nodes.ints, jnp.maximum(child, 0) * batch + trees, _END))
         parent, action = end // actions, end % actions
         at_parent = parent * batch + trees
-        leaf = zero + new
+        leaf = lane // batch + new
         if cut:
             seen = jnp.where(stops, child, _at(nodes.child, at_parent, action))
             leaf = jnp.where(seen == UNVISITED, leaf, seen)
@@ -167,13 +178,13 @@ def search(
         fresh = Node(
             number=leaf,
             depth=_at(nodes.ints, at_parent, _DEPTH) + 1,
-            visits=zero + 1,
+            visits=none + 1,
             value=value,
             raw_value=value,
             prior_logits=turned(logits, axis),
             prior=turned(prior, axis),
-            seen_prior=jnp.zeros(batch, dtype),
-            most_visits=zero,
+            seen_prior=jnp.zeros(lanes, dtype),
+            most_visits=none,
             child_visits=nothing,
             q=nothing,
             axis=axis,
@@ -198,26 +209,38 @@ def search(
 
         # Back up: below the root level by level, then the root, where all trees arrive.
         level = _Level(leaf, value, value, parent, action, reward, discount)
-        nodes, returned = _backup(nodes, trees, level, fresh.depth, select, limit)
+        nodes, returned = _backup(nodes, trees, level, fresh.depth, select, limit=limit, batch=batch)
         number = jnp.where(stops, leaf, child)
         top = _at(nodes.floats, number * batch + trees)
         returned = top[:, _REWARD] + top[:, _DISCOUNT] * returned
-        here = _one_hot(root_action, actions, axis)
+        q = top[:, _REWARD] + top[:, _DISCOUNT] * top[:, _VALUE]
+        here = jax.vmap(lambda action: _one_hot(action, actions, axis))(root_action)  # [W, B|A]
+
+        def at_root(old: jax.Array, lane: jax.Array) -> jax.Array:
+            """What every lane has [L], at its action."""
+            lane = jnp.expand_dims(lane.reshape(width, batch), axis + 1)
+            return jnp.where(here.any(0), jnp.sum(jnp.where(here, lane, 0), axis=0, dtype=old.dtype), old)
+
         state = _Root(
-            value=(state.value * new + returned) / (new + 1.0),
-            child=jnp.where(here, jnp.expand_dims(number, axis), state.child),
-            child_visits=state.child_visits + here,
-            q=jnp.where(here, jnp.expand_dims(top[:, _REWARD] + top[:, _DISCOUNT] * top[:, _VALUE], axis), state.q),
+            value=(state.value * new + returned.reshape(width, batch).sum(0)) / (new + width),
+            child=at_root(state.child, number),
+            child_visits=state.child_visits + here.any(0),
+            q=at_root(state.q, q),
         )
         return nodes, state
 
-    nodes, root_state = loop_fn(0, num_simulations, simulate, (nodes, root_state))
+    carry, done = (nodes, root_state), 0
+    for width, group in itertools.groupby(rounds):
+        count = len(list(group))
+        carry = loop_fn(0, count, lambda i, carry, done=done, width=width: simulate(done + i * width, carry, width), carry)
+        done += count * width
+    nodes, root_state = carry
     tree = _as_mctx(nodes, root_state, root, num_simulations, invalid_actions, extra_data)
     return tree, root_node(root_state, jnp.int32(num_simulations + 1))
 
 
 class _Level(NamedTuple):
-    """How far the backup of every tree has come: the node that was brought up to date last, [B]."""
+    """How far the backup of every lane has come: the node that was brought up to date last, [L]."""
 
     number: jax.Array  # int32, of the node in its tree
     value: jax.Array  # of the node
@@ -229,20 +252,20 @@ class _Level(NamedTuple):
 
 
 def _backup(
-    nodes: _Nodes, trees: jax.Array, level: _Level, depth: jax.Array, select: Select, limit: int
+    nodes: _Nodes, trees: jax.Array, level: _Level, depth: jax.Array, select: Select, *, limit: int, batch: int
 ) -> tuple[_Nodes, jax.Array]:
-    """Brings the nodes between a leaf and the root up to date, and says what is backed up from the root's children [B].
+    """Brings the nodes between a leaf and the root up to date, and says what is backed up from the root's children [L].
 
-    ``depth`` [B] is the leaf's. A tree that has come to its root goes on updating the root's place, which nobody reads.
+    ``depth`` [L] is the leaf's. A lane that has come to its root goes on updating the root's place, which nobody reads.
     """
-    batch, actions = trees.shape[0], nodes.child.shape[1]
-    axis = action_axis(actions)
+    lanes, actions = trees.shape[0], nodes.child.shape[1]
+    axis, alone = action_axis(actions), lanes == batch  # in its tree: lanes that have arrived write to one place
 
     def climb(height: jax.Array, carry: tuple[_Nodes, _Level, jax.Array]) -> tuple[_Nodes, _Level, jax.Array]:
         nodes, level, top = carry
         at = level.parent * batch + trees
         ints, floats, prior = _at(nodes.ints, at), _at(nodes.floats, at), turned(_at(nodes.prior, at), axis)
-        edges = _at(nodes.edges.reshape(-1, 2 * actions), at).reshape(batch, actions, 2)
+        edges = _at(nodes.edges.reshape(-1, 2 * actions), at).reshape(lanes, actions, 2)
         old_q, old_visits = turned(edges[..., _Q], axis), turned(edges[..., _CHILD_VISITS], axis)
         returned = level.reward + level.discount * level.returned
         q = level.reward + level.discount * level.value
@@ -270,9 +293,9 @@ def _backup(
         stops = (child == UNVISITED) | (node.depth + 1 >= limit)
         end = jnp.where(stops, level.parent * actions + best, _at(nodes.ints, jnp.maximum(child, 0) * batch + trees, _END))
         nodes = nodes._replace(
-            ints=_set(nodes.ints, at, _END, value=end),
-            floats=_set(nodes.floats, at, _VALUE, value=node.value),
-            edges=_set(nodes.edges, at * actions + level.action, value=jnp.stack([q, times], axis=1)),
+            ints=_set(nodes.ints, at, _END, value=end, unique=alone),
+            floats=_set(nodes.floats, at, _VALUE, value=node.value, unique=alone),
+            edges=_set(nodes.edges, at * actions + level.action, value=jnp.stack([q, times], axis=1), unique=alone),
         )
         step = floats[:, _REWARD], floats[:, _DISCOUNT]
         above = _Level(level.parent, node.value, returned, ints[:, _PARENT], ints[:, _ACTION], *step)
@@ -287,9 +310,9 @@ def _at(x: jax.Array, *index: Any) -> jax.Array:
     return x.at[index].get(mode="promise_in_bounds")
 
 
-def _set(x: jax.Array, *index: Any, value: jax.Array) -> jax.Array:
-    """``x`` with ``value`` at ``index``; one index a tree, so no two are the same; indices are inside."""
-    return x.at[index].set(value, mode="promise_in_bounds", unique_indices=True)
+def _set(x: jax.Array, *index: Any, value: jax.Array, unique: bool = True) -> jax.Array:
+    """``x`` with ``value`` at ``index``; indices are inside, and no two are the same if ``unique``."""
+    return x.at[index].set(value, mode="promise_in_bounds", unique_indices=unique)
 
 
 def _expansion_keys(key: jax.Array, num_simulations: int) -> jax.Array:

@@ -1,7 +1,8 @@
 """The policies of mctx on our search loop: the same signatures, inputs, outputs and answers.
 
 A program on mctx imports ``gumbel_muzero_policy``, ``muzero_policy`` or ``stochastic_muzero_policy`` from here instead. Root
-noise and the sampling of actions consume the key as mctx does; only the 1e-7 that break ties of PUCT are others.
+noise and the sampling of actions consume the key as mctx does; only the 1e-7 that break ties of PUCT are others, and what a
+``recurrent_fn`` draws where simulations are made side by side.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def gumbel_muzero_policy(
     qtransform: QTransform = mctx.qtransform_completed_by_mix_value,
     max_num_considered_actions: int = 16,
     gumbel_scale: Any = 1.0,
+    side_by_side: bool | None = None,
 ) -> mctx.PolicyOutput:
     """Full Gumbel MuZero (Danihelka et al., ICLR 2022), as ``mctx.gumbel_muzero_policy``.
 
@@ -60,6 +62,10 @@ def gumbel_muzero_policy(
       qtransform: reads only the node it is asked about.
       max_num_considered_actions: actions visited at the root, at most.
       gumbel_scale: 0 for the best action without noise.
+      side_by_side: whether simulations that sequential halving makes in any case, each below another action of the root, are made
+        at once: True wherever that is known (:func:`muzerox.search.selection.gumbel_rounds`), None where it is so from beginning
+        to end, as with two actions, and one loop is still enough. Never with ``invalid_actions``. The tree is mctx's, but nodes
+        made at once may have one another's numbers, and a ``recurrent_fn`` that draws from its key draws other numbers.
 
     Returns:
       action [B], action_weights [B, A] (the improved policy) and the search tree.
@@ -69,6 +75,11 @@ def gumbel_muzero_policy(
     rng_key, gumbel_key = jax.random.split(rng_key)
     gumbel = gumbel_scale * jax.random.gumbel(gumbel_key, shape=logits.shape, dtype=logits.dtype)
     chosen = gumbel + (logits - jnp.max(logits, axis=1, keepdims=True))
+    rounds = (1,) * num_simulations
+    if side_by_side is not False and invalid_actions is None:  # with masks, roots halve differently many actions
+        known = selection.gumbel_rounds(logits.shape[1], num_simulations, max_num_considered_actions, qtransform)
+        if side_by_side or len(set(known)) == 1:
+            rounds = known
     tree, node = engine.search(
         params,
         rng_key,
@@ -76,7 +87,7 @@ def gumbel_muzero_policy(
         recurrent_fn=recurrent_fn,
         select_root=selection.gumbel_root(chosen, invalid_actions, num_simulations, max_num_considered_actions, qtransform),
         select=selection.gumbel_interior(num_simulations, qtransform),
-        num_simulations=num_simulations,
+        rounds=rounds,
         max_depth=max_depth,
         invalid_actions=invalid_actions,
         extra_data=mctx.GumbelMuZeroExtraData(root_gumbel=gumbel),
@@ -134,9 +145,9 @@ def muzero_policy(
         search_key,
         root=root,
         recurrent_fn=recurrent_fn,
-        select_root=lambda node: selection.masked(score(node), invalid, axis),
+        select_root=lambda node, _: selection.masked(score(node), invalid, axis)[None],
         select=lambda node: selection.masked(score(node), None, axis),
-        num_simulations=num_simulations,
+        rounds=(1,) * num_simulations,
         max_depth=max_depth,
         invalid_actions=invalid_actions,
         loop_fn=loop_fn,
@@ -207,9 +218,9 @@ def stochastic_muzero_policy(
         search_key,
         root=root,
         recurrent_fn=_in_turns(decision_recurrent_fn, chance_recurrent_fn, actions, outcomes),
-        select_root=lambda node: selection.masked(decide(node), invalid, axis),
+        select_root=lambda node, _: selection.masked(decide(node), invalid, axis)[None],
         select=select,
-        num_simulations=num_simulations,
+        rounds=(1,) * num_simulations,
         max_depth=max_depth,
         invalid_actions=invalid_actions,
         loop_fn=loop_fn,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import mctx
 import numpy as np
 
-from muzerox.search.engine import Node, Select, action_axis, turned
+from muzerox.search.engine import Node, Select, SelectRoot, action_axis, turned
 
 QTransform = Callable[[Any, Any], jax.Array]
 _TIE_BREAK = 1e-7
@@ -88,7 +89,7 @@ def _options(qtransform: QTransform, of: QTransform) -> dict[str, Any] | None:
 
 def gumbel_root(
     chosen: jax.Array, invalid: jax.Array | None, num_simulations: int, max_num_considered_actions: int, qtransform: QTransform
-) -> Select:
+) -> SelectRoot:
     """Sequential halving of the actions with the highest ``gumbel + logits`` (Danihelka et al., ICLR 2022).
 
     Args:
@@ -102,11 +103,35 @@ def gumbel_root(
     axis = action_axis(actions)
     chosen, invalid = turned(chosen, axis), invalid if invalid is None else turned(invalid, axis)
 
-    def select(node: Node) -> jax.Array:
+    def select(node: Node, width: int) -> jax.Array:
+        if width == actions:  # all of them: in what order does not matter
+            return jnp.broadcast_to(jnp.arange(actions, dtype=jnp.int32)[:, None], (actions, batch))
         visits = wanted[node.visits[0] - 1]  # all roots are as old
-        return masked(considered(node, visits, chosen, completed_q(node, qtransform)), invalid, axis)
+        score = considered(node, visits, chosen, completed_q(node, qtransform))
+        if width == 1:
+            return masked(score, invalid, axis)[None]
+        return jax.lax.top_k(turned(score, axis), width)[1].T.astype(jnp.int32)
 
     return select
+
+
+def gumbel_rounds(actions: int, num_simulations: int, max_num_considered_actions: int, qtransform: QTransform) -> tuple[int, ...]:
+    """How many simulations of sequential halving may go side by side, in turn, so that it visits what mctx visits.
+
+    One round visits every action that is still considered once: its edges are known before its first simulation, unless a
+    halving came before. Then mctx takes the best, one by one, by values that each simulation changes; so it is here. In the first
+    round of all, actions go by ``gumbel + logits`` where the transform gives the same to all that are unvisited.
+    """
+    fair = _options(qtransform, mctx.qtransform_completed_by_mix_value) is not None
+    visits = _halving_visits(min(actions, max_num_considered_actions), num_simulations)
+    rounds: list[int] = []
+    eligible = None  # actions that were visited as often as the round asks for
+    for _, group in itertools.groupby(visits):
+        width = len(list(group))
+        known = width == eligible or (eligible is None and (fair or width == actions))
+        rounds += [width] if known else [1] * width
+        eligible = width
+    return tuple(rounds)
 
 
 def considered(node: Node, visits: jax.Array, chosen: jax.Array, completed: jax.Array) -> jax.Array:

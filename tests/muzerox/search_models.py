@@ -85,6 +85,30 @@ class Case:
         return run(params, jax.random.key(self.seed), root, mask)
 
 
+def renumbered(tree: mctx.Tree) -> mctx.Tree:
+    """The tree with its nodes in depth-first order, by actions: two that differ in nothing but numbers become the same."""
+    tree = jax.tree.map(np.asarray, tree)
+    order, new = [], []
+    for children in tree.children_index:
+        there, waiting = [], [mctx.Tree.ROOT_INDEX]
+        while waiting:
+            there.append(waiting.pop())
+            waiting += [child for child in children[there[-1]][::-1].tolist() if child != mctx.Tree.UNVISITED]
+        there += sorted(set(range(len(children))) - set(there))  # rooms of simulations that ended at a node that was there
+        order.append(np.array(there))
+        new.append(np.argsort(there))
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        return np.stack([of[at] for of, at in zip(x, order, strict=True)])
+
+    def called(x: np.ndarray) -> np.ndarray:
+        return np.stack([np.where(of >= 0, names[np.maximum(of, 0)], of) for of, names in zip(moved(x), new, strict=True)])
+
+    kept = {"root_invalid_actions": tree.root_invalid_actions, "extra_data": tree.extra_data}
+    numbers = {"children_index": called(tree.children_index), "parents": called(tree.parents)}
+    return jax.tree.map(moved, tree.replace(**dict.fromkeys(kept))).replace(**numbers, **kept)
+
+
 def differing(ours: mctx.PolicyOutput, theirs: mctx.PolicyOutput) -> np.ndarray:
     """bool [B]: the action, or a visit count of the root, is another."""
     visits = [np.asarray(output.search_tree.children_visits[:, 0]) for output in (ours, theirs)]

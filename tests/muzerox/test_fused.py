@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -16,7 +17,7 @@ import numpy_search
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search_models import Case, assert_same_trees, differing, gap_where_they_part
+from search_models import Case, assert_same_trees, differing, gap_where_they_part, renumbered
 
 from muzerox.search import fused, selection
 
@@ -55,11 +56,80 @@ PUCT = [
     ids=lambda x: "" if isinstance(x, dict) else x if isinstance(x, str) else f"{x.batch}x{x.actions}",
 )
 def test_the_trees_are_those_of_mctx(policy: str, case: Case, options: dict[str, Any]) -> None:
+    alone = {"side_by_side": False} if policy == "gumbel_muzero_policy" else {}
     with jax.enable_x64(True):
-        ours, theirs = (case.run(getattr(module, policy), jnp.float64, **options) for module in (fused, mctx))
+        ours = case.run(getattr(fused, policy), jnp.float64, **options, **alone)
+        theirs = case.run(getattr(mctx, policy), jnp.float64, **options)
         assert (ours.action == theirs.action).all()
         assert jnp.allclose(ours.action_weights, theirs.action_weights, rtol=1e-9)
         assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-9)
+
+
+SIDE_BY_SIDE = [
+    *(problem for problem in GUMBEL if not problem[0].masked),
+    (Case(batch=8, simulations=17, actions=2), {}),  # the last round is cut short
+    (Case(batch=16, simulations=50, actions=18, spread=5.0), {"gumbel_scale": 0.0}),
+    (Case(batch=8, simulations=40, actions=3, max_depth=3), {}),
+    (Case(batch=8, simulations=33, actions=7), {"max_num_considered_actions": 4, "qtransform": SIBLINGS}),
+    (Case(batch=4, simulations=100, actions=40, discount=-1.0), {}),
+]
+
+
+@pytest.mark.parametrize(("case", "options"), SIDE_BY_SIDE, ids=lambda x: "" if isinstance(x, dict) else f"{x.batch}x{x.actions}")
+def test_the_trees_of_simulations_side_by_side_are_those_of_mctx_but_for_numbers(case: Case, options: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        ours = case.run(fused.gumbel_muzero_policy, jnp.float64, **options, side_by_side=True)
+        theirs = case.run(mctx.gumbel_muzero_policy, jnp.float64, **options)
+        assert (ours.action == theirs.action).all()
+        assert jnp.allclose(ours.action_weights, theirs.action_weights, rtol=1e-9)
+        assert_same_trees(renumbered(ours.search_tree), renumbered(theirs.search_tree), rtol=1e-9)
+
+
+def test_trees_that_differ_in_an_edge_differ_renumbered() -> None:
+    tree = Case().run(mctx.gumbel_muzero_policy).search_tree
+    moved = tree.replace(children_visits=tree.children_visits.at[3, 0].set(tree.children_visits[3, 0, ::-1]))
+    assert_same_trees(renumbered(tree), renumbered(tree), rtol=0.0)
+    with pytest.raises(AssertionError, match="children_visits"):
+        assert_same_trees(renumbered(moved), renumbered(tree), rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("actions", "simulations", "considered", "qtransform", "rounds"),
+    [
+        (2, 16, 16, MIX, (2,) * 8),
+        (2, 5, 16, MIX, (2, 2, 1)),  # the fifth has a choice of two
+        (3, 16, 16, MIX, (3, 3, 1, 1, 2, 2, 2, 2)),  # a halving: the best two are taken one by one, then they are known
+        (8, 12, 4, MIX, (4, 1, 1, 2, 2, 2)),
+        (8, 12, 4, SIBLINGS, (1, 1, 1, 1, 1, 1, 2, 2, 2)),  # four of eight, by scores that may change
+        (4, 8, 4, SIBLINGS, (4, 1, 1, 2)),  # all of four
+        (4, 3, 1, MIX, (1, 1, 1)),
+    ],
+)
+def test_what_sequential_halving_visits_in_any_case(
+    actions: int, simulations: int, considered: int, qtransform: selection.QTransform, rounds: tuple[int, ...]
+) -> None:
+    assert selection.gumbel_rounds(actions, simulations, considered, qtransform) == rounds
+
+
+def test_the_network_is_asked_once_a_round() -> None:
+    """With two actions, from beginning to end; where there are masks, or halvings, only on demand or not at all."""
+
+    def asked(case: Case, **options: Any) -> set[int]:
+        sizes: set[int] = set()
+
+        class Counted(Case):
+            def recurrent(self, params: Any, key: jax.Array, action: jax.Array, hidden: jax.Array) -> tuple:
+                sizes.add(len(action))
+                return super().recurrent(params, key, action, hidden)
+
+        Counted(**dataclasses.asdict(case)).run(fused.gumbel_muzero_policy, **options)
+        return sizes
+
+    assert asked(Case(batch=8, actions=2)) == {16}
+    assert asked(Case(batch=8, actions=2), side_by_side=False) == {8}
+    assert asked(Case(batch=8, actions=4)) == {8}
+    assert asked(Case(batch=8, actions=4), side_by_side=True) == {8, 16, 32}
+    assert asked(Case(batch=8, actions=2, masked=True), side_by_side=True) == {8}
 
 
 @pytest.mark.parametrize("policy", ["gumbel", "puct"])
@@ -75,7 +145,7 @@ def test_the_trees_are_those_of_mctx(policy: str, case: Case, options: dict[str,
 )
 def test_in_float32_searches_part_only_where_scores_are_all_but_equal(policy: str, case: Case) -> None:
     if policy == "gumbel":
-        ours, theirs = (case.run(module.gumbel_muzero_policy) for module in (fused, mctx))
+        ours, theirs = case.run(fused.gumbel_muzero_policy, side_by_side=False), case.run(mctx.gumbel_muzero_policy)
     else:
         ours, theirs = (case.run(module.muzero_policy) for module in (fused, mctx))
     apart = np.flatnonzero(differing(ours, theirs))
@@ -153,7 +223,7 @@ def test_any_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
     with jax.enable_x64(True):
         ours, theirs = answers(data, batch=16, simulations=24, actions=12)
         assert (ours.action == theirs.action).all()
-        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
+        assert_same_trees(renumbered(ours.search_tree), renumbered(theirs.search_tree), rtol=1e-8)
 
 
 @pytest.mark.slow
@@ -163,7 +233,7 @@ def test_any_large_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
     with jax.enable_x64(True):
         ours, theirs = answers(data, batch=256, simulations=200, actions=362)
         assert (ours.action == theirs.action).all()
-        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
+        assert_same_trees(renumbered(ours.search_tree), renumbered(theirs.search_tree), rtol=1e-8)
 
 
 def answers(data: st.DataObject, *, batch: int, simulations: int, actions: int) -> tuple[mctx.PolicyOutput, mctx.PolicyOutput]:
@@ -182,8 +252,10 @@ def answers(data: st.DataObject, *, batch: int, simulations: int, actions: int) 
         masked=data.draw(st.booleans()),
         max_depth=data.draw(st.sampled_from([None, None, 1, 2, 4])),
     )
+    own: dict[str, Any] = {}  # options of ours alone
     if data.draw(st.booleans()):
         policy, options = "gumbel_muzero_policy", {"qtransform": data.draw(st.sampled_from([MIX, SIBLINGS, MIN_MAX]))}
+        own["side_by_side"] = not case.noisy and data.draw(st.booleans())  # what is drawn of one key is another side by side
         options["gumbel_scale"] = data.draw(st.sampled_from([0.0, 1.0]))
         options["max_num_considered_actions"] = data.draw(st.sampled_from([1, 4, 16]))
     else:
@@ -194,7 +266,8 @@ def answers(data: st.DataObject, *, batch: int, simulations: int, actions: int) 
         mock.patch.object(selection, "_TIE_BREAK", 0.0),
         mock.patch.object(jax.random, "uniform", lambda _, shape: jnp.zeros(shape)),
     ):
-        ours, theirs = (case.run(getattr(module, policy), jnp.float64, **options) for module in (fused, mctx))
+        ours = case.run(getattr(fused, policy), jnp.float64, **options, **own)
+        theirs = case.run(getattr(mctx, policy), jnp.float64, **options)
     return ours, theirs
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +110,9 @@ def play(shared: Shared, worker: Worker) -> None:
         while True:
             version, params = shared.parameters.pull(device)
             legal = now.legal if spec.has_legal else None
+            called = time.perf_counter()
             choosing = shared.programs.choose(key, np.uint32(number), params, now.observation, legal)
+            called = time.perf_counter() - called  # the whole search, on devices that are not asynchronous
             if row is not None:  # it is written and counted while the search for the next one runs
                 shared.ring.write(index, generation, row, lambda: shared.limiter.commit(index))
                 score += np.where((length % 2 == 0) | (spec.num_players == 1), row.reward, -row.reward)
@@ -119,6 +122,7 @@ def play(shared: Shared, worker: Worker) -> None:
             shared.limiter.reserve(index, generation, num_envs)
             with shared.meter.wait("action"):
                 choice = jax.tree.map(np.asarray, choosing)  # jax.device_get takes six times as long where no copy is needed
+            shared.meter.add("wait_action_seconds", called)
             shared.meter.observe("acting_staleness", shared.limiter.learned_updates - version)
             with worker.within(config.runtime.step_timeout), shared.meter.wait("environment"):
                 following = batch.step(choice.action)
