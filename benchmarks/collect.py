@@ -96,7 +96,9 @@ def points_of(task: Task, hardware: Any, most_seconds: float, first: int) -> Ite
     from tuner.workload import describe
 
     axes, model = choices_of(task, hardware), RuntimePredictor()
-    sobol = qmc.Sobol(len(axes), seed=TASKS.index(task)).fast_forward(first)
+    sobol = qmc.Sobol(len(axes), seed=TASKS.index(task))
+    if first:  # by none it overflows
+        sobol.fast_forward(first)
     base = Config.preset(task.env).replace("runtime.kind", task.kind)
     contradictions = 0  # in a row
     for index in itertools.count(first):

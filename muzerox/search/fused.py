@@ -63,9 +63,9 @@ def gumbel_muzero_policy(
       max_num_considered_actions: actions visited at the root, at most.
       gumbel_scale: 0 for the best action without noise.
       side_by_side: whether simulations that sequential halving makes in any case, each below another action of the root, are made
-        at once: True wherever that is known (:func:`muzerox.search.selection.gumbel_rounds`), None where it is so from beginning
-        to end, as with two actions, and one loop is still enough. Never with ``invalid_actions``. The tree is mctx's, but nodes
-        made at once may have one another's numbers, and a ``recurrent_fn`` that draws from its key draws other numbers.
+        at once: True wherever that is known (:func:`muzerox.search.selection.gumbel_rounds`), None where no more than two actions
+        are considered, False nowhere. Never with ``invalid_actions``. The tree is mctx's, but nodes made at once may have one
+        another's numbers, and a ``recurrent_fn`` that draws from its key draws other numbers.
 
     Returns:
       action [B], action_weights [B, A] (the improved policy) and the search tree.
@@ -78,7 +78,7 @@ def gumbel_muzero_policy(
     rounds = (1,) * num_simulations
     if side_by_side is not False and invalid_actions is None:  # with masks, roots halve differently many actions
         known = selection.gumbel_rounds(logits.shape[1], num_simulations, max_num_considered_actions, qtransform)
-        if side_by_side or len(set(known)) == 1:
+        if side_by_side or max(known) <= 2:  # more at once take more memory, and every width is another loop to compile
             rounds = known
     tree, node = engine.search(
         params,

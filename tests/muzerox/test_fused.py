@@ -112,7 +112,7 @@ def test_what_sequential_halving_visits_in_any_case(
 
 
 def test_the_network_is_asked_once_a_round() -> None:
-    """With two actions, from beginning to end; where there are masks, or halvings, only on demand or not at all."""
+    """With two actions by itself, with more on demand, with masks never."""
 
     def asked(case: Case, **options: Any) -> set[int]:
         sizes: set[int] = set()
@@ -126,6 +126,8 @@ def test_the_network_is_asked_once_a_round() -> None:
         return sizes
 
     assert asked(Case(batch=8, actions=2)) == {16}
+    assert asked(Case(batch=8, actions=2, simulations=5)) == {8, 16}
+    assert asked(Case(batch=8, actions=4), max_num_considered_actions=2) == {16}
     assert asked(Case(batch=8, actions=2), side_by_side=False) == {8}
     assert asked(Case(batch=8, actions=4)) == {8}
     assert asked(Case(batch=8, actions=4), side_by_side=True) == {8, 16, 32}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from fractions import Fraction
 
@@ -17,16 +16,19 @@ class Pace:
     """
 
     def __init__(self, *, first: int, batch_size: int, replay_ratio: Fraction):
-        self.first, self._steps = first, Fraction(batch_size) / replay_ratio
+        self.first = first
+        # Of whole numbers: fractions take microseconds, at every row.
+        self._steps, self._updates = (Fraction(batch_size) / replay_ratio).as_integer_ratio()
 
     def steps_before(self, update: int) -> int:
         """Environment steps needed before ``update``, counted from 1; none before update 0."""
-        return self.first + math.ceil((update - 1) * self._steps) if update > 0 else 0
+        rounded_up = -((update - 1) * self._steps // -self._updates)
+        return self.first + rounded_up if update > 0 else 0
 
     def updates_at(self, env_steps: int) -> int:
         """The first update before which so many environment steps are needed."""
         beyond = env_steps - self.first
-        return 2 + math.floor((beyond - 1) / self._steps) if beyond > 0 else 1
+        return 2 + (beyond - 1) * self._updates // self._steps if beyond > 0 else 1
 
 
 class RateLimiter:
