@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from predictor.analytic import Value
-from predictor.fit import KNOWN_MACHINE, NEW_MACHINE
 from predictor.posterior import local_level
 from predictor.schema import Measurement, Outcome
 
@@ -71,7 +70,7 @@ def recent_median(values: Sequence[float], fallback: float) -> float:
 
 
 def fit_offsets(
-    measurements: Sequence[Measurement], estimates: Mapping[str, np.ndarray], before: Offsets, *, known: bool
+    measurements: Sequence[Measurement], estimates: Mapping[str, np.ndarray], before: Offsets, *, scale: float
 ) -> Offsets:
     """Offsets for the machine of the newest measurement.
 
@@ -80,7 +79,7 @@ def fit_offsets(
       estimates: without offsets, [M] each: ``log_seconds``, ``log_compile``, ``log_warmup``, ``log_cpu``, and ``host_bytes``,
         what the workload, and compiling it, hold in the memory of the host.
       before: kept where nothing was measured.
-      known: the base was fitted to measurements of this machine, so that little is left to correct.
+      scale: how far that machine may be as a whole from what was expected, by :func:`predictor.fit.machine_scale`.
     """
     here = [i for i, m in enumerate(measurements) if m.hardware.id == measurements[-1].hardware.id]
     # What compiling costs, in seconds and in memory, is told by those that compiled.
@@ -110,7 +109,7 @@ def fit_offsets(
         differences,
         np.full(len(told), _MISFIT),
         start=float(before.log_seconds),
-        prior=KNOWN_MACHINE if known else NEW_MACHINE,
+        prior=scale,
         drift=_DRIFT,
     )
     logs = {name: log_offset(name) for name in _FIGURES} | {"log_seconds": np.float32(level)}

@@ -27,10 +27,12 @@ from predictor.graph import make_graph
 from predictor.model import Network
 from predictor.overlap import total
 from predictor.posterior import Block, choose_scales, condition, conformal_factor, leave_out
-from predictor.schema import Measurement, Outcome, Workload
+from predictor.schema import Hardware, Measurement, Outcome, Workload
 
-NEW_MACHINE = 1.0  # scale of how much faster or slower than its rates say a machine is as a whole, in logarithms
-KNOWN_MACHINE = 0.2  # the same, where that was learnt before, from other work or on another day
+# Scale of how much faster or slower a machine is as a whole than is expected by its rates, in logarithms:
+_ANY_MACHINE = 1.0  # where nothing was ever measured
+_NEW_MACHINE = 0.25  # where others were: two so far, either off by 0.2 by what the other teaches (benchmarks/README.md)
+_KNOWN_MACHINE = 0.2  # where that was learnt before, from other work or on another day
 _STAGE = 0.25  # scale of the logarithm of a coefficient, before anything is measured
 _STAGE_SCALES, _LIKELY_STAGE = (0.05, 0.1, 0.2, 0.4), 0.05  # of what it is on this machine, beside that
 _NOISES, _LIKELY_NOISE = (0.06, 0.12, 0.17, 0.24, 0.34), 0.17
@@ -76,6 +78,14 @@ class Fit(NamedTuple):
     report: FitReport | None  # of the last fit
 
 
+def machine_scale(machines: Collection[Hardware], known: Collection[str]) -> float:
+    """How far machines may be as a whole from what who was taught on ``known`` expects of them: a scale, in logarithms."""
+    if {machine.id for machine in machines} <= set(known):
+        return _KNOWN_MACHINE
+    # Nobody has told yet what accelerators are like.
+    return _NEW_MACHINE if known and all(machine.platform == "cpu" for machine in machines) else _ANY_MACHINE
+
+
 def usable(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Those that tell seconds."""
     return [m for m in measurements if m.outcome is Outcome.OK and m.seconds_per_env_step]
@@ -83,7 +93,7 @@ def usable(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 def untaught(network: Network) -> Fit:
     """Before anything was measured: typical coefficients, and a network that has no say yet."""
-    scales = [NEW_MACHINE, *[_STAGE] * len(STAGES)]
+    scales = [_ANY_MACHINE, *[_STAGE] * len(STAGES)]
     spread = Spread(np.diag(np.array(scales, np.float32)), np.float32(_LIKELY_NOISE), np.float32(1.645))
     return Fit(np.ones(len(STAGES), np.float32), network, np.float32(0.0), np.float32(0.0), spread, None)
 
@@ -107,7 +117,7 @@ def fit(
 
     Args:
       before: what was known before, of other machines or of none; :func:`untaught` makes the least.
-      known: ids of machines that it is known of how fast they are as a whole.
+      known: ids of the machines that ``before`` was taught on.
       train: False leaves the network as it was.
     """
     measured = usable(measurements)
@@ -162,7 +172,7 @@ def _fit_base(
     """Coefficients [S] and how sure they are; errors [n] of what was left out, and the deviations [n] expected of those."""
     count, enough = len(measured), len(measured) >= _FEWEST
     machines = _machines(measured)
-    machine = KNOWN_MACHINE if {m.hardware.id for m in measured} <= set(known) else NEW_MACHINE
+    machine = machine_scale([m.hardware for m in measured], known)
     learnt = np.asarray(before.spread.root, np.float64)[1:]
     noises = _NOISES if enough else (float(before.spread.noise),)
     # This machine as a whole, and each stage: what was learnt before and how it differs here.

@@ -22,7 +22,7 @@ import numpy as np
 from predictor import artifact, calibrate, model, pretrain
 from predictor.analytic import STAGES, Rates, Value, hardware_rates, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
-from predictor.fit import Fit, FitReport, Spread, fit, linearise, untaught
+from predictor.fit import Fit, FitReport, Spread, fit, linearise, machine_scale, untaught
 from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, make_graph
 from predictor.memory import host_bytes, resident_bytes
 from predictor.model import Network
@@ -213,8 +213,8 @@ class RuntimePredictor:
             return self
         rows = [_estimates(self.params, m.workload, hardware_rates(m.hardware)) for m in measurements]
         estimates = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
-        known = measurements[-1].hardware.id in self.machines
-        offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets, known=known)
+        scale = machine_scale([measurements[-1].hardware], self.machines)
+        offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets, scale=scale)
         return dataclasses.replace(self, params=self.params._replace(offsets=offsets))
 
     def predict(self, workload: Workload, hardware: Hardware) -> Prediction:

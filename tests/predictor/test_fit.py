@@ -205,6 +205,30 @@ def test_calibration_follows_the_newest_baselines(family: Family, hardware: Hard
     np.testing.assert_array_equal(calibrated.params.coefficients, model.params.coefficients)
 
 
+@pytest.mark.parametrize("by", ["fit", "calibrate"])
+def test_one_measurement_says_the_less_of_a_machine_the_more_is_known_of_machines(
+    family: Family, hardware: Hardware, measure: Measure, by: str
+) -> None:
+    """It may be as far off as any single prediction. Whoever knows of no machine has nothing else to go by."""
+    workloads = family(19, 12)
+    untaught = RuntimePredictor()
+    one = workloads[0]
+
+    def moved(model: RuntimePredictor, machine: Hardware) -> float:
+        """How much of a difference of two on one measurement is believed: 0 to 1."""
+        before = model.predict(one, machine).seconds_per_env_step
+        after = getattr(model, by)([measure(one, 2.0 * before, hardware=machine)]).predict(one, machine)
+        return math.log(after.seconds_per_env_step / before) / math.log(2.0)
+
+    seconds = [untaught.predict(w, hardware).seconds_per_env_step for w in workloads]
+    off = np.exp(0.25 * np.random.default_rng(2).normal(size=len(workloads)))  # what single predictions are off by
+    taught = untaught.fit([measure(w, s) for w, s in zip(workloads, seconds * off, strict=True)])
+    another = dataclasses.replace(hardware, cpu="another")
+    assert 0.2 < moved(taught, hardware) < moved(taught, another) < moved(untaught, another) - 0.1
+    assert 0.9 < moved(untaught, another) <= 1.0
+    assert moved(taught, dataclasses.replace(another, platform="gpu")) > moved(taught, another) + 0.1  # nobody knows of one
+
+
 def test_what_does_not_fit_is_foretold(make_workload: Callable[..., Workload], hardware: Hardware, measure: Measure) -> None:
     model = RuntimePredictor()
     small, large = make_workload(), make_workload(capacity=1e9)
