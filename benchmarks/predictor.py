@@ -3,11 +3,13 @@
 Reads what ``collect.py`` measured. In distribution: a fifth of the processes are held out, at least ten times, and each learner
 is fitted to 16, 32, 64 and all of the others' configurations. Transfer: an environment, a runtime, a family of networks or a
 number of cores is held out whole; the predictor learns from the rest and is calibrated by one, or eight, of what it has not seen.
+All of that is within one machine (``--machine``, by default the one with the most rows); then every machine is held out in turn.
 Kendall's tau and slowdowns are within a task. Needs the extra ``muzerox[benchmarks]``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,18 @@ def in_distribution(data: Data, count: int, wanted: Callable[[str], bool]) -> di
     }
 
 
+def of_machine(data: Data, machine: str) -> Data:
+    """What was measured on one machine. Repeats are kept: only one machine has any."""
+    rows = [i for i, m in enumerate(data.measurements) if m.hardware.id == machine]
+    return Data(
+        measurements=[data.measurements[i] for i in rows],
+        tasks=[data.tasks[i] for i in rows],
+        processes=np.unique(data.processes[rows], return_inverse=True)[1],
+        failures=[m for m in data.failures if m.hardware.id == machine],
+        repeated=data.repeated,
+    )
+
+
 def held_out_groups(data: Data) -> dict[str, np.ndarray]:
     """What transfer is judged by: bool [n] each."""
     workloads = [m.workload for m in data.measurements]
@@ -96,8 +110,10 @@ def held_out_groups(data: Data) -> dict[str, np.ndarray]:
         "runtime": ["sebulba" if w.sebulba else "anakin" for w in workloads],
         "network": ["grid" if task.split(",")[0] in ("image", "board") else "dense" for task in data.tasks],
         "cores": [f"{w.cores:g}" for w in workloads],
-        "machine": [m.hardware.id for m in data.measurements],
     }
+    machines = [m.hardware.id for m in data.measurements]
+    if len(set(machines)) > 1:
+        kinds = {"machine": machines}
     groups = {f"{kind} {value}": np.array(column) == value for kind, column in kinds.items() for value in sorted(set(column))}
     return {name: rows for name, rows in groups.items() if 8 < rows.sum() < len(rows) - 8}
 
@@ -171,16 +187,23 @@ def main() -> None:
     parser.add_argument("--splits", type=int, default=10)
     parser.add_argument("--data", type=Path, default=DATA / "collected", help="folder of what was measured")
     parser.add_argument("--only", metavar="TEXT", help="learners whose name has it")
+    parser.add_argument("--machine", metavar="ID", help="of what lies in the folder (default: that with the most rows)")
     args = parser.parse_args()
     use_device(args.device)
     from predictor.metrics import floor_of_means, noise_floor
 
-    data = load(args.data)
+    everywhere = load(args.data)
+    machines = Counter(m.hardware.id for m in everywhere.measurements)
+    machine = args.machine or machines.most_common(1)[0][0]
+    if machine not in machines:
+        parser.error(f"--machine ({machine}) must be one of {', '.join(machines)}")
+    data = of_machine(everywhere, machine)
     try:
         found = in_distribution(data, args.splits, lambda name: not args.only or args.only in name)
     except ImportError as error:
         raise SystemExit(str(error)) from None
     figures = {
+        "measured_on": machine,
         "configurations": len(data.measurements),
         "failures": len(data.failures),
         "splits": args.splits,
@@ -188,7 +211,7 @@ def main() -> None:
         "noise_floor": noise_floor(data.repeated),
         "noise_floor_of_means": floor_of_means(data.repeated),
         "in_distribution": found,
-        "transfer": transfer(data, args.splits),
+        "transfer": transfer(data, args.splits) | (transfer(everywhere, args.splits) if len(machines) > 1 else {}),
         "memory": memory(data, args.splits),
     }
     show(figures)
