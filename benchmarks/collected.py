@@ -29,8 +29,8 @@ def at_reference_speed(rows: list[dict[str, Any]]) -> list[float]:
     return [float(np.sqrt(np.median(probes) / probe)) for probe in probes]
 
 
-def load(folder: Path) -> Data:
-    """The rows of every machine in a folder, their seconds at the machine's reference speed.
+def load(folder: Path, machine: str = "*") -> Data:
+    """The rows of every machine in a folder, or of the one with that identifier, their seconds at its reference speed.
 
     A configuration that was measured more than once has the geometric mean of its seconds; whether it ran is what the first time
     says. Raises SystemExit where there are none, or one cannot be read.
@@ -40,7 +40,7 @@ def load(folder: Path) -> Data:
     first: dict[tuple[Any, ...], dict[str, Any]] = {}
     seconds: dict[tuple[Any, ...], list[float]] = {}
     failures = []
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in sorted(folder.glob(f"{machine}.jsonl")):
         rows = []
         for number, line in enumerate(file.read_text().splitlines(), start=1):
             try:

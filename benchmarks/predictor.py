@@ -90,18 +90,6 @@ def in_distribution(data: Data, count: int, wanted: Callable[[str], bool]) -> di
     }
 
 
-def of_machine(data: Data, machine: str) -> Data:
-    """What was measured on one machine. Repeats are kept: only one machine has any."""
-    rows = [i for i, m in enumerate(data.measurements) if m.hardware.id == machine]
-    return Data(
-        measurements=[data.measurements[i] for i in rows],
-        tasks=[data.tasks[i] for i in rows],
-        processes=np.unique(data.processes[rows], return_inverse=True)[1],
-        failures=[m for m in data.failures if m.hardware.id == machine],
-        repeated=data.repeated,
-    )
-
-
 def held_out_groups(data: Data) -> dict[str, np.ndarray]:
     """What transfer is judged by: bool [n] each."""
     workloads = [m.workload for m in data.measurements]
@@ -197,7 +185,7 @@ def main() -> None:
     machine = args.machine or machines.most_common(1)[0][0]
     if machine not in machines:
         parser.error(f"--machine ({machine}) must be one of {', '.join(machines)}")
-    data = of_machine(everywhere, machine)
+    data = load(args.data, machine)
     try:
         found = in_distribution(data, args.splits, lambda name: not args.only or args.only in name)
     except ImportError as error:

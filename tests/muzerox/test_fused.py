@@ -148,6 +148,7 @@ def test_the_network_is_asked_once_a_round() -> None:
 def test_in_float32_searches_part_only_where_scores_are_all_but_equal(policy: str, case: Case) -> None:
     if policy == "gumbel":
         ours, theirs = case.run(fused.gumbel_muzero_policy, side_by_side=False), case.run(mctx.gumbel_muzero_policy)
+        assert differing(case.run(fused.gumbel_muzero_policy), theirs).sum() <= 0.01 * case.batch
     else:
         ours, theirs = (case.run(module.muzero_policy) for module in (fused, mctx))
     apart = np.flatnonzero(differing(ours, theirs))
@@ -225,7 +226,7 @@ def test_any_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
     with jax.enable_x64(True):
         ours, theirs = answers(data, batch=16, simulations=24, actions=12)
         assert (ours.action == theirs.action).all()
-        assert_same_trees(renumbered(ours.search_tree), renumbered(theirs.search_tree), rtol=1e-8)
+        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
 
 
 @pytest.mark.slow
@@ -235,7 +236,7 @@ def test_any_large_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
     with jax.enable_x64(True):
         ours, theirs = answers(data, batch=256, simulations=200, actions=362)
         assert (ours.action == theirs.action).all()
-        assert_same_trees(renumbered(ours.search_tree), renumbered(theirs.search_tree), rtol=1e-8)
+        assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
 
 
 def answers(data: st.DataObject, *, batch: int, simulations: int, actions: int) -> tuple[mctx.PolicyOutput, mctx.PolicyOutput]:
@@ -270,6 +271,8 @@ def answers(data: st.DataObject, *, batch: int, simulations: int, actions: int) 
     ):
         ours = case.run(getattr(fused, policy), jnp.float64, **options, **own)
         theirs = case.run(getattr(mctx, policy), jnp.float64, **options)
+    if own.get("side_by_side"):
+        ours, theirs = (output.replace(search_tree=renumbered(output.search_tree)) for output in (ours, theirs))
     return ours, theirs
 
 
