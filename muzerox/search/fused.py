@@ -15,8 +15,8 @@ import mctx
 from flax import struct
 
 from muzerox.search import engine, selection
-from muzerox.search.engine import Node, turned
 from muzerox.search.selection import QTransform
+from muzerox.search.tree import Node, action_axis, turned
 
 _PER_ACTION = (
     "children_index",
@@ -133,7 +133,7 @@ def muzero_policy(
     root = root.replace(
         prior_logits=_mask(_noisy(dirichlet_key, root.prior_logits, dirichlet_fraction, dirichlet_alpha), invalid_actions)
     )
-    axis = engine.action_axis(root.prior_logits.shape[1])
+    axis = action_axis(root.prior_logits.shape[1])
     bits = turned(_tie_break_bits(search_key, root.prior_logits.shape), axis)
     invalid = invalid_actions if invalid_actions is None else turned(invalid_actions, axis)
 
@@ -200,7 +200,7 @@ def stochastic_muzero_policy(
             is_decision_node=jnp.ones(batch, bool),
         ),
     )
-    axis = engine.action_axis(actions + outcomes)
+    axis = action_axis(actions + outcomes)
     bits = turned(_tie_break_bits(search_key, (batch, actions)), axis)
     invalid = invalid_actions if invalid_actions is None else turned(invalid_actions, axis)
 

@@ -1,6 +1,6 @@
 """Which action a node selects: mctx's rules, for a batch of nodes.
 
-A rule sees one :class:`~muzerox.search.engine.Node` of every tree. Q transforms are mctx's, or any function of that signature
+A rule sees one :class:`~muzerox.search.tree.Node` of every tree. Q transforms are mctx's, or any function of that signature
 that reads no other node than the one it is asked about: they are given a tree of that node alone.
 """
 
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import mctx
 import numpy as np
 
-from muzerox.search.engine import Node, Select, SelectRoot, action_axis, turned
+from muzerox.search.engine import Select, SelectRoot
+from muzerox.search.tree import Node, action_axis, turned
 
 QTransform = Callable[[Any, Any], jax.Array]
 _TIE_BREAK = 1e-7
