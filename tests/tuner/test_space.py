@@ -146,6 +146,16 @@ def test_learning_knobs_stay_fixed_unless_asked_for() -> None:
     assert "runtime.num_envs" not in by_effect["exact"]
 
 
+def test_environments_are_no_more_than_an_agent_learns_with() -> None:
+    # Of tic_tac_toe's sequences of 13 rows, 512 environments take an eightieth of 532,480 steps.
+    preset = Config.preset("pgx:tic_tac_toe")
+    steps = 13 * 512 * 80
+    limits = [space_of(preset.replace("train.max_env_steps", n)).max_num_envs for n in (steps, steps - 1, 2 * steps)]
+    assert limits == [512, 511, 1024]
+    many = preset.replace({"train.max_env_steps": steps, "runtime.num_envs": 2048})
+    assert space_of(many).max_num_envs == 2048  # who configured more learns with them
+
+
 @pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "gymnasium:CartPole-v1"])
 def test_batches_of_points_are_workloads_of_their_configurations(env: str) -> None:
     start = concrete(Config.preset(env).replace("train.target_period", 200), "cpu")
