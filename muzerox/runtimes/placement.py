@@ -65,6 +65,11 @@ def _with_own_threads(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[ja
     return acting, others[:searching], others[:learning]
 
 
+def host_device(runtime: RuntimeConfig, *, own: bool) -> jax.Device:
+    """The CPU device that reads a replay in the host's memory; one whose programs are called where roles have ``own`` threads."""
+    return cpu_devices("replay", runtime.role_threads, 1, asynchronous=False)[0] if own else jax.devices("cpu")[0]
+
+
 @functools.cache
 def cpu_devices(role: str, threads: int, count: int, *, asynchronous: bool = True) -> tuple[jax.Device, ...]:
     """``count`` CPU devices of a backend of their own, whose programs run on ``threads`` threads for each of them.

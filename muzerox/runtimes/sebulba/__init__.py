@@ -58,9 +58,11 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     spec = dataclasses.replace(host.spec, can_truncate=True)  # a failure may cut any episode
     acting, searching, learning = placement.assign(config.runtime)
     everywhere, shards = placement.learner_shardings(learning)
-    programs = make_programs(config, spec, algorithm, everywhere, shards)
-    on_device = config.replay.placement == "device" and not placement.is_own(searching[0])
-    storage = searching[0] if on_device else jax.devices("cpu")[0]
+    own = placement.is_own(searching[0])
+    threads = config.runtime.role_threads if own else None
+    programs = make_programs(config, spec, algorithm, everywhere, shards, threads=threads)
+    on_device = config.replay.placement == "device" and not own
+    storage = searching[0] if on_device else placement.host_device(config.runtime, own=own)
     device_bytes = (storage.memory_stats() or {}).get("bytes_limit")
     shapes = jax.eval_shape(lambda: ring.init(config, spec))
     placement.check_replay(config, shapes, on_host=storage.platform == "cpu", device_bytes=device_bytes)

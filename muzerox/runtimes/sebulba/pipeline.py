@@ -44,12 +44,10 @@ def make_window(config: Config) -> int:
 def _shapes(config: Config, programs: Programs, key: jax.Array, learner: LearnerState, ring: RingState) -> tuple:
     """Shapes of the arguments of ``Programs.learn``."""
 
-    def make(row: jax.Array, importance: jax.Array) -> tuple:
-        gathered = programs.gather(ring.storage, Sample(row, row, importance))
-        return programs.target(key, np.uint32(0), learner.target_params, *gathered)
-
     size = config.train.batch_size
-    batch = jax.eval_shape(make, jax.ShapeDtypeStruct((size,), np.int32), jax.ShapeDtypeStruct((size,), np.float32))
+    row, importance = jax.ShapeDtypeStruct((size,), np.int32), jax.ShapeDtypeStruct((size,), np.float32)
+    gathered = jax.eval_shape(programs.gather, ring.storage, Sample(row, row, importance))
+    batch = jax.eval_shape(programs.target, key, np.uint32(0), learner.target_params, *gathered)
     # Where arguments lie is the program's business.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (learner, batch))
     return shapes[0], (shapes[1],) * config.runtime.loop_count, jax.ShapeDtypeStruct((), np.int32)

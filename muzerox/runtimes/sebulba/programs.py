@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from muzerox.compilation import compiler_options
 from muzerox.config import Config
 from muzerox.learner import LearnerState, make_apply, read_batch, reanalyze
 from muzerox.replay import Sample
@@ -35,8 +36,14 @@ class Programs(NamedTuple):
     learn: Callable[..., tuple[LearnerState, Learned]]  # (learner, N times (batch, targets), count); learner is donated
 
 
-def make_programs(config: Config, spec: EnvSpec, algorithm: Algorithm, everywhere: Sharding, shards: Sharding) -> Programs:
-    """The programs of a configuration; ``everywhere`` and ``shards`` say where the learner and its batches lie."""
+def make_programs(
+    config: Config, spec: EnvSpec, algorithm: Algorithm, everywhere: Sharding, shards: Sharding, *, threads: int | None = None
+) -> Programs:
+    """The programs of a configuration; ``everywhere`` and ``shards`` say where the learner and its batches lie.
+
+    ``threads`` are those of a CPU device that was made for a role; None for JAX's own devices.
+    """
+    options = compiler_options(threads)
     choose_action = make_choose(algorithm, random_action=config.train.random_action)
     apply = make_apply(config, algorithm)
 
@@ -72,10 +79,14 @@ def make_programs(config: Config, spec: EnvSpec, algorithm: Algorithm, everywher
         return learner, Learned(params, target_params, priority, sums, skipped)
 
     return Programs(
-        choose=jax.jit(choose),
-        gather=jax.jit(gather),
-        target=jax.jit(target),
+        choose=jax.jit(choose, compiler_options=options),
+        gather=jax.jit(gather, compiler_options=options),
+        target=jax.jit(target, compiler_options=options),
         learn=jax.jit(
-            learn, donate_argnums=0, in_shardings=(everywhere, shards, everywhere), out_shardings=(everywhere, everywhere)
+            learn,
+            donate_argnums=0,
+            in_shardings=(everywhere, shards, everywhere),
+            out_shardings=(everywhere, everywhere),
+            compiler_options=options,
         ),
     )
