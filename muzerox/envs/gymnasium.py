@@ -148,7 +148,8 @@ def simulators(name: str, num_envs: int, seed: int, **options: Any) -> Simulator
         return Frames(observation, np.zeros(num_envs, np.float32), none, none.copy(), observation.copy())
 
     def step(action: np.ndarray) -> Frames:
-        chosen = np.asarray(action, np.int64) + first_action
+        # Python's integers: spaces, which many simulators ask, take longer to check NumPy's.
+        chosen = (np.asarray(action, np.int64) + first_action).tolist()
         led_to = [env.step(choice) for env, choice in zip(envs, chosen, strict=True)]
         shown, rewards, over, cut, _ = zip(*led_to, strict=True)
         terminated, truncated, final = np.array(over, np.bool_), np.array(cut, np.bool_), encode(shown)

@@ -120,9 +120,9 @@ class SharedRing:
             self._begun[worker] = self._count[worker] + 1
             self._rows.write(row, cursor, column)
             with self._host_lock:
+                self._count[worker] += 1  # before its priority: to a draw meanwhile it is one of the newest, where none starts
                 self._priority[cursor, column : column + self._num_envs] = self._max_priority
                 self._row_priority[cursor, worker] = self._max_priority * self._num_envs
-                self._count[worker] += 1
             commit()
 
     def nowhere(self, batch_size: int) -> Start:
@@ -135,35 +135,39 @@ class SharedRing:
         Some worker must have written ``Config.sequence_length`` rows.
         """
         config, num_envs = self._config.replay, self._num_envs
-        row_of, mass = self._eligible()
+        count, mass = self._eligible()
         if config.kind == "uniform":
             mass = (mass > 0).astype(np.float64) * num_envs
         cumulative = np.cumsum(mass.reshape(-1))
         total = cumulative[-1]
         point = (np.arange(batch_size) + rng.random(batch_size)) / batch_size * total
-        slot = np.minimum(np.searchsorted(cumulative, point, side="right"), np.flatnonzero(mass)[-1])
+        point = np.minimum(point, np.nextafter(total, 0.0))  # rounding can carry the last one to the end, where no slot is
+        slot = np.searchsorted(cumulative, point, side="right")
         ring_row, worker = np.divmod(slot, mass.shape[1])
+        last = count[worker] - 1
+        row = last - (last - ring_row) % self._length  # the newest in the slot, counted from the worker's first
         if config.kind == "uniform":
             env = rng.integers(0, num_envs, batch_size)
-            importance = np.ones(batch_size, np.float32)
-            return Start(row_of[ring_row, worker], (worker * num_envs + env).astype(np.int32), importance)
+            return Start(row, (worker * num_envs + env).astype(np.int32), np.ones(batch_size, np.float32))
         columns = worker[:, None] * num_envs + np.arange(num_envs)
         priority = self._priority[ring_row[:, None], columns]  # [B, E]
         inner = np.cumsum(priority, axis=1, dtype=np.float64)
         rest = point - (cumulative[slot] - mass.reshape(-1)[slot])
         env = np.minimum((inner <= rest[:, None]).sum(1), num_envs - 1)
         probability = priority[np.arange(batch_size), env] / total
-        weight = (probability * (np.count_nonzero(mass) * num_envs)) ** -config.importance_exponent
+        starts = np.maximum(np.minimum(count, self._length) - self._config.sequence_length + 1, 0).sum() * num_envs
+        weight = (probability * starts) ** -config.importance_exponent
         importance = (weight / weight.max()).astype(np.float32)
-        return Start(row_of[ring_row, worker], (worker * num_envs + env).astype(np.int32), importance)
+        return Start(row, (worker * num_envs + env).astype(np.int32), importance)
 
     def _eligible(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each slot's row counted from the worker's first, int64 [C, W], and its priority where a sequence can start there."""
-        count = self._count.copy()[None, :]
-        last = count - 1
-        row = last - (last - np.arange(self._length)[:, None]) % self._length  # newest in the slot; negative: none yet
-        can_start = (row >= 0) & (row <= count - self._config.sequence_length)
-        return row, np.where(can_start, self._row_priority, 0.0).astype(np.float64)
+        """Rows each worker has written, int64 [W], and each slot's priority, float64 [C, W], 0 where no sequence can start."""
+        mass = self._row_priority.astype(np.float64)  # 0 where nothing was ever written
+        count = self._count.copy()  # after the priorities: see write
+        for worker, written in enumerate(count):  # from the newest rows on, a sequence would not be whole
+            newest = np.arange(max(written - self._config.sequence_length + 1, 0), written)
+            mass[newest % self._length, worker] = 0.0
+        return count, mass
 
     def read(self, start: Start, gather: Callable[[Transition, Sample], Any]) -> tuple[Start, Any, int]:
         """``gather(storage, sample)`` of the sequences at ``start``.
