@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import jax
@@ -86,6 +87,31 @@ def test_samples_are_consecutive_rows_of_one_worker(kind: str, rows: tuple[int, 
     assert (start.column == worker * 2 + env).all()
     expected = {(w, t, e) for w in (0, 1) for t in range(max(0, rows[w] - 10), rows[w] - 2) for e in (0, 1)}
     assert {(int(w), int(t), int(e)) for w, t, e in zip(worker, first, env, strict=True)} == expected
+
+
+def test_who_draws_while_rows_are_written_gets_sequences_that_exist() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns between any two lines
+    try:
+        for seed in range(60):
+            made = make_ring(rows=(3, 3))
+            rng, generation = np.random.default_rng(seed), made.begin(0)
+
+            def play(made: SharedRing = made, generation: int = generation) -> None:
+                for t in range(3, 25):  # the ring is filled, and written over
+                    made.write(0, generation, label_row(0, t), lambda: None)
+
+            player = threading.Thread(target=play)
+            player.start()
+            while player.is_alive():
+                before = made.count
+                start = made.sample(rng, 64)
+                worker = start.column // 2
+                assert (start.row >= np.maximum(before[worker] - 10, 0)).all()
+                assert (start.row <= made.count[worker] - 3).all()
+            player.join()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_draws_follow_priorities() -> None:
