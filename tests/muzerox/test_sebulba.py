@@ -18,12 +18,14 @@ from toys import counting_env, small_config
 import muzerox
 from muzerox.algorithms import make_algorithm
 from muzerox.allocation import available_cores
+from muzerox.compilation import compiler_options
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.envs.host import on_host
 from muzerox.errors import ConfigError, RunFailed
 from muzerox.runtimes import make_runtime, placement, sebulba
 from muzerox.runtimes.sebulba import RunState
+from muzerox.runtimes.sebulba.programs import make_programs
 from muzerox.types import HostBatch, HostEnvironment, Runtime
 
 HOST = on_host(counting_env())
@@ -124,6 +126,28 @@ def test_roles_with_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     _, report = again.run(saved.replace(key=jax.random.key(1)), 5)
     again.close()
     assert report.updates == 75
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_programs_of_roles_decide_what_those_of_all_threads_decide(threads: int) -> None:
+    config = pipeline_config(runtime__role_threads=threads)
+    env = make_env(config.env)
+    algorithm = make_algorithm(config, env.spec)
+    acting, _, learning = placement.assign(config.runtime)
+    shardings = placement.learner_shardings(learning)
+    params = algorithm.init(jax.random.key(0))
+    observation = np.random.default_rng(0).random((8, *env.spec.observation_shape), np.float32).astype(env.spec.observation_dtype)
+    legal = np.ones((8, env.spec.num_actions), np.bool_) if env.spec.has_legal else None
+
+    def choose(device: jax.Device, own: int | None) -> Any:
+        programs = make_programs(config, env.spec, algorithm, *shardings, threads=own)
+        key, there = jax.device_put((jax.random.key(1), params), device)
+        return jax.tree.map(np.asarray, programs.choose(key, np.uint32(3), there, observation, legal))
+
+    mine, theirs = choose(acting[0], threads), choose(jax.devices()[0], None)
+    np.testing.assert_array_equal(mine.action, theirs.action)
+    np.testing.assert_allclose(mine.policy, theirs.policy, atol=1e-5)
+    assert (compiler_options(threads) is None) == (threads > 1), "several threads are given work side by side"
 
 
 @pytest.mark.parametrize(("name", "value"), [("role_threads", 1000), ("acting_devices", 1000), ("learning_devices", 8)])

@@ -45,7 +45,8 @@ def _shapes(config: Config, programs: Programs, key: jax.Array, learner: Learner
     """Shapes of the arguments of ``Programs.learn``."""
 
     size = config.train.batch_size
-    row, importance = jax.ShapeDtypeStruct((size,), np.int32), jax.ShapeDtypeStruct((size,), np.float32)
+    row: Any = jax.ShapeDtypeStruct((size,), np.int32)
+    importance: Any = jax.ShapeDtypeStruct((size,), np.float32)
     gathered = jax.eval_shape(programs.gather, ring.storage, Sample(row, row, importance))
     batch = jax.eval_shape(programs.target, key, np.uint32(0), learner.target_params, *gathered)
     # Where arguments lie is the program's business.
