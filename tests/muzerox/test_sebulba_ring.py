@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -89,29 +90,49 @@ def test_samples_are_consecutive_rows_of_one_worker(kind: str, rows: tuple[int, 
     assert {(int(w), int(t), int(e)) for w, t, e in zip(worker, first, env, strict=True)} == expected
 
 
-def test_who_draws_while_rows_are_written_gets_sequences_that_exist() -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns between any two lines
-    try:
-        for seed in range(60):
-            made = make_ring(rows=(3, 3))
-            rng, generation = np.random.default_rng(seed), made.begin(0)
+class Watched(np.ndarray):
+    """Priorities beside whose writing, or before and after whose reading, something happens."""
 
-            def play(made: SharedRing = made, generation: int = generation) -> None:
-                for t in range(3, 25):  # the ring is filled, and written over
-                    made.write(0, generation, label_row(0, t), lambda: None)
+    written: Callable[[], None] | None = None
+    read: Callable[[], None] | None = None
 
-            player = threading.Thread(target=play)
-            player.start()
-            while player.is_alive():
-                before = made.count
-                start = made.sample(rng, 64)
-                worker = start.column // 2
-                assert (start.row >= np.maximum(before[worker] - 10, 0)).all()
-                assert (start.row <= made.count[worker] - 3).all()
-            player.join()
-    finally:
-        sys.setswitchinterval(interval)
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        if self.written is not None:
+            self.written()
+
+    def astype(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        if self.read is None:
+            return np.asarray(self).astype(*args, **kwargs)
+        self.read()
+        copy = np.asarray(self).astype(*args, **kwargs)
+        self.read()
+        return copy
+
+
+@pytest.mark.parametrize("rows", [(3, 0), (8, 3), (14, 5)])
+@pytest.mark.parametrize("first", ["write", "draw"])
+def test_draws_and_writes_at_once_name_sequences_that_exist(first: str, rows: tuple[int, int]) -> None:
+    made, rng = make_ring(rows=rows), np.random.default_rng(0)
+    generation, drawn = made.begin(0), []
+
+    def draw() -> None:
+        drawn.append(made.sample(rng, 400))
+
+    def write() -> None:
+        made.write(0, generation, label_row(0, int(made.count[0])), lambda: None)
+
+    watched = made._row_priority.view(Watched)
+    made._row_priority = watched
+    if first == "write":
+        watched.written = draw
+        write()
+    else:
+        watched.read = write
+        draw()
+    (start,) = drawn
+    assert (start.row >= 0).all()
+    assert (start.row <= made.count[start.column // 2] - 3).all()
 
 
 def test_draws_follow_priorities() -> None:

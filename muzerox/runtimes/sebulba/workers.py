@@ -113,7 +113,7 @@ def play(shared: Shared, worker: Worker) -> None:
             called = time.perf_counter()
             choosing = shared.programs.choose(key, np.uint32(number), params, now.observation, legal)
             called = time.perf_counter() - called  # the whole search, on devices that are not asynchronous
-            if row is not None:  # it is written and counted while the search for the next one runs
+            if row is not None:  # written and counted while the search for the next one runs, where that is not called
                 shared.ring.write(index, generation, row, lambda: shared.limiter.commit(index))
                 score += np.where((length % 2 == 0) | (spec.num_players == 1), row.reward, -row.reward)
                 length += 1
