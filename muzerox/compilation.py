@@ -29,10 +29,11 @@ def enable_cache() -> None:
 
 
 def compiler_options(threads: int | None) -> dict[str, str] | None:
-    """For programs of a CPU device with so many threads; None, which are XLA's own, where they are not known or several.
+    """What ``jax.jit`` is told of programs for a CPU device with ``threads`` threads; None, XLA's defaults, unless it is one.
 
-    Ordered for concurrency, as XLA orders operations by itself, half of those that are ready go to the device's thread, and the
-    rest of a loop with them: a handover that one thread gains nothing by. A search of 16 roots takes 1.16 times as long.
+    XLA orders operations so that several can run at once, and its executor hands half of those that are ready to the device's
+    threads; the rest of a loop follows them. To one thread that is a handover for nothing: the order that takes the least memory
+    keeps a program where it is called. A search of 16 roots takes 0.86 of the time. With two threads it is the other way round.
     """
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if threads == 1 else None
 

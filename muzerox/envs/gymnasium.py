@@ -1,8 +1,8 @@
 """Environments of gymnasium (Towers et al., arXiv:2407.17032), and simulators of your own that register with it.
 
 ``gymnasium:CartPole-v1`` is one of gymnasium's; ``gymnasium:my_package.my_module:MyEnv-v0`` imports the module first, which
-registers ``MyEnv-v0``, by gymnasium's own convention. Actions are discrete. Observations are arrays: floats are stored as
-float32, bytes and booleans as they are, a category as one-hot.
+registers ``MyEnv-v0``, by gymnasium's own convention. Actions are discrete, and given as Python's integers. Observations are
+arrays: floats are stored as float32, bytes and booleans as they are, a category as one-hot.
 """
 
 from __future__ import annotations

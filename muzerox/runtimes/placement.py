@@ -66,7 +66,10 @@ def _with_own_threads(runtime: RuntimeConfig) -> tuple[list[jax.Device], list[ja
 
 
 def host_device(runtime: RuntimeConfig, *, own: bool) -> jax.Device:
-    """The CPU device that reads a replay in the host's memory; one whose programs are called where roles have ``own`` threads."""
+    """The CPU device where a replay in the host's memory lies. Where roles have their ``own`` threads it has too.
+
+    Its programs are called: whoever reads the replay waits for them.
+    """
     return cpu_devices("replay", runtime.role_threads, 1, asynchronous=False)[0] if own else jax.devices("cpu")[0]
 
 

@@ -17,15 +17,12 @@ from toys import counting_env, small_config
 
 import muzerox
 from muzerox.algorithms import make_algorithm
-from muzerox.allocation import available_cores
-from muzerox.compilation import compiler_options
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.envs.host import on_host
 from muzerox.errors import ConfigError, RunFailed
 from muzerox.runtimes import make_runtime, placement, sebulba
 from muzerox.runtimes.sebulba import RunState
-from muzerox.runtimes.sebulba.programs import make_programs
 from muzerox.types import HostBatch, HostEnvironment, Runtime
 
 HOST = on_host(counting_env())
@@ -126,39 +123,6 @@ def test_roles_with_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     _, report = again.run(saved.replace(key=jax.random.key(1)), 5)
     again.close()
     assert report.updates == 75
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_programs_of_roles_decide_what_those_of_all_threads_decide(threads: int) -> None:
-    config = pipeline_config(runtime__role_threads=threads)
-    env = make_env(config.env)
-    algorithm = make_algorithm(config, env.spec)
-    acting, _, learning = placement.assign(config.runtime)
-    shardings = placement.learner_shardings(learning)
-    params = algorithm.init(jax.random.key(0))
-    observation = np.random.default_rng(0).random((8, *env.spec.observation_shape), np.float32).astype(env.spec.observation_dtype)
-    legal = np.ones((8, env.spec.num_actions), np.bool_) if env.spec.has_legal else None
-
-    def choose(device: jax.Device, own: int | None) -> Any:
-        programs = make_programs(config, env.spec, algorithm, *shardings, threads=own)
-        key, there = jax.device_put((jax.random.key(1), params), device)
-        return jax.tree.map(np.asarray, programs.choose(key, np.uint32(3), there, observation, legal))
-
-    mine, theirs = choose(acting[0], threads), choose(jax.devices()[0], None)
-    np.testing.assert_array_equal(mine.action, theirs.action)
-    np.testing.assert_allclose(mine.policy, theirs.policy, atol=1e-5)
-    assert (compiler_options(threads) is None) == (threads > 1), "several threads are given work side by side"
-
-
-@pytest.mark.parametrize(("name", "value"), [("role_threads", 1000), ("acting_devices", 1000), ("learning_devices", 8)])
-def test_roles_get_no_more_threads_than_there_are_cores(name: str, value: int) -> None:
-    changes = {"runtime__role_threads": 1, "train__batch_size": 8, f"runtime__{name}": value}
-    cores = len(available_cores())
-    config = pipeline_config(**changes)
-    if value <= cores:
-        pytest.skip("a machine of eight cores or more")
-    with pytest.raises(ConfigError, match=f"this machine has {cores} cores"):
-        placement.assign(config.runtime)
 
 
 def test_a_run_with_threads_of_its_roles_is_evaluated_saved_and_resumed(tmp_path: Path) -> None:
@@ -393,16 +357,3 @@ def test_prefill_needs_no_self_play_before_the_first_update() -> None:
 def test_host_environments_do_not_run_under_anakin() -> None:
     with pytest.raises(ConfigError, match=r"runtime.kind = 'anakin': toy:counting-1 runs on the host.*nearest valid: sebulba"):
         make(pipeline_config(runtime__kind="anakin"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [((1, 1, 1), ([0], [0], [1])), ((1, 1, 2), ([0], [0], [0, 1])), ((2, 2, 2), ([0, 1], [0, 1], [0, 1]))],
-)
-def test_roles_share_devices_only_where_they_must(kind: tuple[int, int, int], expected: Any) -> None:
-    names = ("runtime__acting_devices", "runtime__searching_devices", "runtime__learning_devices")
-    runtime = pipeline_config(**dict(zip(names, kind, strict=True))).runtime
-    found = sebulba.placement.assign(runtime)  # the tests have two devices
-    assert [[device.id for device in role] for role in found] == list(expected)
-    with pytest.raises(ConfigError, match="this machine has 2"):
-        sebulba.placement.assign(pipeline_config(runtime__acting_devices=3).runtime)

@@ -1,0 +1,76 @@
+"""Which devices and threads have which role, and that none decides otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from toys import small_config
+
+from muzerox.algorithms import make_algorithm
+from muzerox.allocation import available_cores
+from muzerox.config import Config
+from muzerox.envs import make_env
+from muzerox.errors import ConfigError
+from muzerox.runtimes import placement
+from muzerox.runtimes.sebulba.programs import make_programs
+
+
+def sebulba_config(**changes: Any) -> Config:
+    return small_config("gymnasium:CartPole-v1", runtime__kind="sebulba", **changes)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_programs_of_roles_decide_what_those_of_all_threads_decide(threads: int) -> None:
+    config = sebulba_config(runtime__role_threads=threads)
+    env = make_env(config.env)
+    algorithm = make_algorithm(config, env.spec)
+    acting, _, learning = placement.assign(config.runtime)
+    shardings = placement.learner_shardings(learning)
+    params = algorithm.init(jax.random.key(0))
+    observation = np.random.default_rng(0).random((8, *env.spec.observation_shape), np.float32).astype(env.spec.observation_dtype)
+    legal = np.ones((8, env.spec.num_actions), np.bool_) if env.spec.has_legal else None
+
+    def program(device: jax.Device, own: int | None) -> tuple[Any, tuple]:
+        programs = make_programs(config, env.spec, algorithm, *shardings, threads=own)
+        key, there = jax.device_put((jax.random.key(1), params), device)
+        return programs.choose, (key, np.uint32(3), there, observation, legal)
+
+    def choose(device: jax.Device, own: int | None) -> Any:
+        function, arguments = program(device, own)
+        return jax.tree.map(np.asarray, function(*arguments))
+
+    def scheduled(own: int | None) -> str:
+        function, arguments = program(acting[0], own)
+        return function.lower(*arguments).compile().as_text()
+
+    mine, theirs = choose(acting[0], threads), choose(jax.devices()[0], None)
+    np.testing.assert_array_equal(mine.action, theirs.action)
+    np.testing.assert_allclose(mine.policy, theirs.policy, atol=1e-5)
+    assert (scheduled(threads) == scheduled(None)) == (threads > 1), "one thread has an order of its own, several XLA's"
+
+
+@pytest.mark.parametrize(("name", "value"), [("role_threads", 1000), ("acting_devices", 1000), ("learning_devices", 8)])
+def test_roles_get_no_more_threads_than_there_are_cores(name: str, value: int) -> None:
+    changes = {"runtime__role_threads": 1, "train__batch_size": 8, f"runtime__{name}": value}
+    cores = len(available_cores())
+    config = sebulba_config(**changes)
+    if value <= cores:
+        pytest.skip("a machine of eight cores or more")
+    with pytest.raises(ConfigError, match=f"this machine has {cores} cores"):
+        placement.assign(config.runtime)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [((1, 1, 1), ([0], [0], [1])), ((1, 1, 2), ([0], [0], [0, 1])), ((2, 2, 2), ([0, 1], [0, 1], [0, 1]))],
+)
+def test_roles_share_devices_only_where_they_must(kind: tuple[int, int, int], expected: Any) -> None:
+    names = ("runtime__acting_devices", "runtime__searching_devices", "runtime__learning_devices")
+    runtime = sebulba_config(**dict(zip(names, kind, strict=True))).runtime
+    found = placement.assign(runtime)  # the tests have two devices
+    assert [[device.id for device in role] for role in found] == list(expected)
+    with pytest.raises(ConfigError, match="this machine has 2"):
+        placement.assign(sebulba_config(runtime__acting_devices=3).runtime)
