@@ -134,11 +134,27 @@ def test_nothing_measured_is_the_prior(family: Family, hardware: Hardware, measu
     assert math.isnan(single.report.base_mape)
 
 
-def test_runs_of_one_program_are_left_out_together(make_workload: Callable[..., Workload], measure: Measure) -> None:
-    """They share what the base gets wrong: one would tell the other's seconds."""
+def test_runs_of_one_program_are_left_out_together(
+    make_workload: Callable[..., Workload], hardware: Hardware, measure: Measure
+) -> None:
+    """They share what the base gets wrong: one would tell the other's seconds, on another machine, too."""
     a, b, c = make_workload(), make_workload(loop_count=8.0), make_workload(num_envs=128.0)
-    programs = [fitting._program(measure(w, 1.0)) for w in (a, b, c, a)]
-    assert programs[0] == programs[1] == programs[3] != programs[2]
+    timed = dataclasses.replace(a, host_step_seconds=1e-5)
+    programs = [fitting._program(measure(w, 1.0)) for w in (a, b, c, timed)]
+    programs.append(fitting._program(measure(a, 1.0, hardware=dataclasses.replace(hardware, cpu="another"))))
+    assert programs[0] == programs[1] == programs[3] == programs[4] != programs[2]
+
+
+def test_what_two_machines_share_by_chance_is_not_taken_for_skill(family: Family, hardware: Hardware, measure: Measure) -> None:
+    """Costs that nothing explains, the same for a program on both: a network that saw it on one would know it on the other."""
+    workloads = family(25, 40)
+    chance = np.exp(0.5 * np.random.default_rng(3).normal(size=len(workloads)))
+    seconds = true_seconds(workloads, hardware, interacts=False) * chance
+    machines = [dataclasses.replace(hardware, cpu=name) for name in ("one", "another")]
+    runs = [measure(w, s, hardware=machine) for machine in machines for w, s in zip(workloads, seconds, strict=True)]
+    report = RuntimePredictor().fit(runs).report
+    assert report is not None
+    assert report.shrinkage == 0.0
 
 
 def test_what_was_learnt_elsewhere_is_kept_where_little_is_measured(family: Family, hardware: Hardware, measure: Measure) -> None:
