@@ -21,6 +21,8 @@ from muzerox.precision import POLICIES, cast, pack, resolve, unpack
 from muzerox.search import Search
 from muzerox.types import Algorithm, Batch, Decision, EnvSpec, LossOutput, Params, Targets
 
+_WRITTEN_OUT = 10  # steps of the unrolled model that are compiled one by one; of more, so many at a time
+
 
 def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
     """The Algorithm record of MuZero with ``search``.
@@ -94,15 +96,19 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
 
         def step(hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             # Half the gradient flows back through each application of the dynamics (appendix G).
-            following, reward_logits = model.dynamics(params, _scale_gradient(hidden, 0.5), action)
-            return following, (following, reward_logits)
+            following, features = model.advance(params, _scale_gradient(hidden, 0.5), action)
+            return following, (following, features)
 
-        _, (followings, reward_logits) = jax.lax.scan(step, hidden, batch.action.T)
+        # Few steps are written out: what a loop keeps for its gradient is copied into arrays of all steps and out again.
+        count = batch.action.shape[1]
+        _, (followings, features) = jax.lax.scan(step, hidden, batch.action.T, unroll=min(count, _WRITTEN_OUT))
         hiddens = jnp.concatenate([hidden[None], followings])
-        # One prediction over all positions: a product of (K+1)B rows instead of K+1 products of B.
-        policy_logits, value_logits = model.predict(params, hiddens.reshape((-1, *hidden.shape[1:])))
-        shape = hiddens.shape[:2]
-        return policy_logits.reshape((*shape, -1)), value_logits.reshape((*shape, -1)), reward_logits
+        # Heads read all positions at once: a product of (K+1)B rows instead of K+1 products of B.
+        policy_logits, value_logits = model.predict(params, _rows(hiddens))
+        reward_logits = model.reward(params, _rows(features))
+        positions = hiddens.shape[:2]
+        policy_logits, value_logits = (x.reshape((*positions, -1)) for x in (policy_logits, value_logits))
+        return policy_logits, value_logits, reward_logits.reshape((*features.shape[:2], -1))
 
     def loss(params: Params, batch: Batch, targets: Targets) -> LossOutput:
         policy_logits, value_logits, reward_logits = (x.swapaxes(0, 1) for x in unroll(params, batch))
@@ -140,6 +146,11 @@ def _in_parts(parts: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), tree)
 
     return split, join
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """[K, B, ...] -> [K B, ...]."""
+    return x.reshape((-1, *x.shape[2:]))
 
 
 def _scale_gradient(x: jax.Array, factor: float) -> jax.Array:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from muzerox.config import NetworkConfig
 from muzerox.errors import ConfigError
-from muzerox.networks.layers import linear
+from muzerox.networks.layers import linear, relu
 from muzerox.networks.torso import MLP, Downsample, ResNet, flatten, from_bytes, scale_hidden
 from muzerox.precision import Policy
 from muzerox.types import EnvSpec, Params
@@ -23,13 +23,17 @@ class Model(NamedTuple):
 
     init(key) -> params (nested dict, float32)
     represent(params, observation [B, ...]) -> hidden [B, ...], in [0, 1]
-    dynamics(params, hidden, action [B] int32) -> hidden, reward logits [B, bins]
+    dynamics(params, hidden, action [B] int32) -> hidden, reward logits [B, bins]; in two parts, for who advances many times:
+    advance(params, hidden, action [B] int32) -> hidden, features [B, ...] of the step
+    reward(params, features) -> reward logits [B, bins]
     predict(params, hidden) -> policy logits [B, A], value logits [B, bins]
     """
 
     init: Callable[[jax.Array], Params]
     represent: Callable[[Params, jax.Array], jax.Array]
     dynamics: Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    advance: Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    reward: Callable[[Params, jax.Array], jax.Array]
     predict: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -60,10 +64,12 @@ class VectorNetworks(nnx.Module):
     def represent(self, observation: jax.Array) -> jax.Array:
         return scale_hidden(self.embedding(self.representation(from_bytes(flatten(observation), self.dtype))))
 
-    def dynamics(self, hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = self.transition(jax.nn.relu(self.hidden_in(hidden) + self.action_in(action)))
-        following = scale_hidden(hidden.astype(jnp.float32) + self.hidden_out(x).astype(jnp.float32))
-        return following, self.reward_head(x).astype(jnp.float32)
+    def advance(self, hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = self.transition(relu(self.hidden_in(hidden) + self.action_in(action)))
+        return scale_hidden(hidden.astype(jnp.float32) + self.hidden_out(x).astype(jnp.float32)), x
+
+    def reward(self, x: jax.Array) -> jax.Array:
+        return self.reward_head(x).astype(jnp.float32)
 
     def predict(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = self.prediction(hidden)
@@ -93,11 +99,13 @@ class GridNetworks(nnx.Module):
     def represent(self, observation: jax.Array) -> jax.Array:
         return scale_hidden(self.representation(self.smaller(from_bytes(observation, self.dtype))))
 
-    def dynamics(self, hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def advance(self, hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         plane = self.action_in(action).reshape(*hidden.shape[:-1], 1)
         x = self.transition(jnp.concatenate([hidden.astype(self.dtype), plane], axis=-1))
-        following = scale_hidden(hidden.astype(jnp.float32) + x.astype(jnp.float32))
-        return following, self._read(self.reward_reduce, self.reward_head, x)
+        return scale_hidden(hidden.astype(jnp.float32) + x.astype(jnp.float32)), x
+
+    def reward(self, x: jax.Array) -> jax.Array:
+        return self._read(self.reward_reduce, self.reward_head, x)
 
     def predict(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = self.prediction(hidden.astype(self.dtype))
@@ -105,7 +113,7 @@ class GridNetworks(nnx.Module):
 
     @staticmethod
     def _read(reduce: nnx.Linear, head: nnx.Linear, x: jax.Array) -> jax.Array:
-        return head(flatten(jax.nn.relu(reduce(x)))).astype(jnp.float32)
+        return head(flatten(relu(reduce(x)))).astype(jnp.float32)
 
 
 def _head(inputs: int, outputs: int, dtype: str, rngs: nnx.Rngs) -> nnx.Linear:
@@ -144,10 +152,17 @@ def make_model(config: NetworkConfig, spec: EnvSpec, policy: Policy) -> Model:
     def represent(params: Params, observation: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, params).represent(observation)
 
+    def advance(params: Params, hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(graphdef, params).advance(hidden, action)
+
+    def reward(params: Params, features: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, params).reward(features)
+
     def dynamics(params: Params, hidden: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(graphdef, params).dynamics(hidden, action)
+        following, features = advance(params, hidden, action)
+        return following, reward(params, features)
 
     def predict(params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         return nnx.merge(graphdef, params).predict(hidden)
 
-    return Model(init, represent, dynamics, predict)
+    return Model(init, represent, dynamics, advance, reward, predict)

@@ -7,16 +7,18 @@ activations, parameters are float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from muzerox.networks.layers import conv_3x3, linear
+from muzerox.networks.layers import conv_3x3, linear, relu
 
 SHORT_SIDE = 8  # of an image's hidden state, cells at most
 LONG_SIDE = 32  # observations with a longer side are images to be made smaller; boards are not
+_NARROWEST = 1e-5  # that a hidden state's range is taken for
 
 
 class MLP(nnx.Module):
@@ -29,7 +31,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = jax.nn.relu(norm(layer(x)))
+            x = relu(norm(layer(x)))
         return x
 
 
@@ -50,8 +52,8 @@ class ResidualBlock(nnx.Module):
         self.conv_out = conv()
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.conv_in(jax.nn.relu(self.norm_in(x)))
-        return x + self.conv_out(jax.nn.relu(self.norm_out(y)))
+        y = self.conv_in(relu(self.norm_in(x)))
+        return x + self.conv_out(relu(self.norm_out(y)))
 
 
 class ResNet(nnx.Module):
@@ -97,10 +99,50 @@ class Downsample(nnx.Module):
 
 def scale_hidden(x: jax.Array) -> jax.Array:
     """Each example's hidden state to [0, 1] by its minimum and maximum, float32 (MuZero, appendix G)."""
-    x = x.astype(jnp.float32)
-    axes = tuple(range(1, x.ndim))
-    low, high = jnp.min(x, axes, keepdims=True), jnp.max(x, axes, keepdims=True)
-    return (x - low) / jnp.maximum(high - low, 1e-5)
+    return _scaled(flatten(x.astype(jnp.float32))).reshape(x.shape)
+
+
+@jax.custom_vjp
+def _scaled(x: jax.Array) -> jax.Array:
+    """[B, n] float32."""
+    return _scaled_forward(x)[0]
+
+
+def _scaled_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    low = jnp.min(_halved(x, lambda a, b: jnp.where(a <= b, a, b)), axis=1, keepdims=True)
+    high = jnp.max(_halved(x, lambda a, b: jnp.where(a >= b, a, b)), axis=1, keepdims=True)
+    return (x - low) / jnp.maximum(high - low, _NARROWEST), (x, low, high)
+
+
+def _scaled_backward(saved: tuple[jax.Array, jax.Array, jax.Array], slope: jax.Array) -> tuple[jax.Array]:
+    """What JAX derives, in fewer passes: the smallest and the largest number move all others; those that tie share."""
+    x, low, high = saved
+    span = jnp.maximum(high - low, _NARROWEST)
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(_halved(x, jnp.add), axis=1, keepdims=True)
+
+    # Narrower ones are divided by a constant.
+    along = jnp.where(high - low > _NARROWEST, total(slope * (x - low)) / span, 0.0)
+    lowest, highest = (x == low).astype(jnp.float32), (x == high).astype(jnp.float32)
+    to_low, to_high = (along - total(slope)) / total(lowest), -along / total(highest)
+    return ((slope + lowest * to_low + highest * to_high) / span,)
+
+
+_scaled.defvjp(_scaled_forward, _scaled_backward)
+
+
+def _halved(x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """[B, n] -> [B, n / 16 at the least]: halves joined, element by element, so that less is left to reduce.
+
+    XLA reduces rows on CPU number by number; halves are joined many at a time.
+    """
+    for _ in range(4 if jax.default_backend() == "cpu" else 0):
+        half, odd = divmod(x.shape[1], 2)
+        if odd or half < 8:
+            break
+        x = join(x[:, :half], x[:, half:])
+    return x
 
 
 def from_bytes(x: jax.Array, dtype: str) -> jax.Array:

@@ -10,7 +10,8 @@ from toys import random_params, small_config
 
 from muzerox.errors import ConfigError
 from muzerox.networks import make_model
-from muzerox.networks.layers import conv_by_matmul, product
+from muzerox.networks.layers import conv_by_matmul, product, relu
+from muzerox.networks.torso import scale_hidden
 from muzerox.precision import POLICIES
 from muzerox.types import EnvSpec
 
@@ -152,3 +153,33 @@ def test_hidden_states_are_scaled_and_actions_matter(shape: tuple[int, ...]) -> 
 def test_residual_networks_need_a_grid() -> None:
     with pytest.raises(ConfigError, match="needs observations"):
         make_model(small_config(network__kind="resnet").network, spec(4), POLICIES["O0"])
+
+
+def scaled_by_jax(x: jax.Array) -> jax.Array:
+    axes = tuple(range(1, x.ndim))
+    low, high = jnp.min(x, axes, keepdims=True), jnp.max(x, axes, keepdims=True)
+    return (x - low) / jnp.maximum(high - low, 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (5, 6), (5, 7), (3, 6, 7, 16), (3, 1)])
+def test_scaled_hidden_states_and_their_gradients_are_what_jax_derives(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape).astype(np.float32)
+    slope = rng.normal(size=shape).astype(np.float32)
+    tied = np.round(x)  # many share the smallest and the largest number
+    for given in (x, tied, 1e-6 * x, np.zeros_like(x)):
+        found, back = jax.vjp(scale_hidden, given)
+        wanted, derived = jax.vjp(scaled_by_jax, given)
+        np.testing.assert_array_equal(found, wanted)
+        scale = float(np.abs(derived(slope)[0]).max())
+        np.testing.assert_allclose(back(slope)[0], derived(slope)[0], rtol=1e-4, atol=1e-5 * scale)
+    assert np.isnan(scale_hidden(np.full(shape, np.nan, np.float32))).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_relu_is_that_of_jax_and_keeps_nan(dtype: str) -> None:
+    x = jnp.array([-2.0, -0.0, 0.0, 3.0, np.inf, -np.inf, np.nan], dtype)
+    assert relu(x).dtype == x.dtype
+    np.testing.assert_array_equal(*(np.asarray(f(x), np.float32) for f in (relu, jax.nn.relu)))
+    gradients = [jax.grad(lambda x, f=f: jnp.sum(f(x)[:4]).astype(jnp.float32))(x) for f in (relu, jax.nn.relu)]
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in gradients))

@@ -25,7 +25,7 @@ def graph_of(workload: Workload, hardware: Hardware) -> jraph.GraphsTuple:
 
 
 def random_network(seed: int, *, scale: float = 0.2, **sizes: int) -> model.Network:
-    """Random everywhere, the last linear function too. Features are not standardised here: ``scale`` keeps scores within bounds."""
+    """Random everywhere, the last linear function too. Features are raw: ``scale`` keeps the scores within bounds."""
     network = model.init(jax.random.key(seed), **sizes)
     leaves, structure = jax.tree.flatten(network)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
