@@ -24,10 +24,12 @@ class Cost(NamedTuple):
 
 
 _MOVING = {"concatenate", "pad", "slice", "gather", "dynamic_slice", "dynamic_update_slice", "scatter"}
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
 # What is no work, or part of what reads it.
 _FREE = {
     *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "iota", "copy"),
     *("stop_gradient", "optimization_barrier", "convert_element_type"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
 }
 
 
@@ -48,8 +50,15 @@ def count_cost(function: Callable[..., Any], params: Any, *args: Any) -> Cost:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation, those of inner functions too, as often as they run where the trace says how often."""
+    """Every equation that is work, those of inner functions too, as often as they run where the trace says how often.
+
+    A slice that is only computed with is read where it lies.
+    """
+    moved = {id(var) for eqn in jaxpr.eqns if eqn.primitive.name in _MOVING | _PRODUCTS for var in eqn.invars}
+    moved |= {id(var) for var in jaxpr.outvars}
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "slice" and id(eqn.outvars[0]) not in moved:
+            continue
         times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         inner = [value for value in eqn.params.values() if isinstance(value, core.Jaxpr | core.ClosedJaxpr)]
         if not inner:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from muzerox.compilation import cache_use
+from muzerox.networks.layers import relu
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.bridge import Config, concrete
 from tuner.flops import count_cost
@@ -238,6 +240,21 @@ def test_elements_are_those_that_are_written_or_reduced_and_moved_ones_are_count
     cost = count_cost(function, params, jax.ShapeDtypeStruct((2, 8), "float32"))
     assert cost.moved == 48
     assert cost.elements == 32 + 32 + 48
+
+
+def test_what_is_read_in_parts_or_compared_counts_once() -> None:
+    """However a rectifier or a minimum is written: halves that are computed with are read where they lie."""
+
+    def function(_: Any, x: jax.Array) -> jax.Array:
+        y = relu(x)  # 2 x 8
+        halves = jnp.where(y[:, :4] <= y[:, 4:], y[:, :4], y[:, 4:])  # 2 x 4
+        return jnp.min(halves, axis=1)  # of 2 x 4
+
+    cost = count_cost(function, {}, jax.ShapeDtypeStruct((2, 8), "float32"))
+    assert (cost.elements, cost.moved) == (32, 0)
+    apart = count_cost(lambda _, x: jnp.concatenate([x[:, 4:], x[:, :4]]), {}, jax.ShapeDtypeStruct((2, 8), "float32"))
+    assert apart.moved == 16 + 16
+    assert count_cost(lambda _, x: x[:, 4:], {}, jax.ShapeDtypeStruct((2, 8), "float32")).moved == 8
 
 
 def test_elements_of_a_row_do_not_count_what_is_done_to_parameters() -> None:
