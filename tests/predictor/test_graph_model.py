@@ -24,14 +24,12 @@ def graph_of(workload: Workload, hardware: Hardware) -> jraph.GraphsTuple:
     return build(workload, hardware_rates(hardware))
 
 
-def random_network(seed: int, *, scale: float = 0.2, **sizes: int) -> model.Network:
-    """Random everywhere, the last linear function too. Features are raw: ``scale`` keeps the scores within bounds."""
+def random_network(seed: int, **sizes: int) -> model.Network:
+    """Random everywhere, the last linear function too."""
     network = model.init(jax.random.key(seed), **sizes)
     leaves, structure = jax.tree.flatten(network)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    network = jax.tree.unflatten(structure, leaves)
-    return {**network, "node_in": scale * network["node_in"], "edge_in": scale * network["edge_in"]}
+    return jax.tree.unflatten(structure, [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
 
 
 def test_the_methods_components_and_their_interactions_are_there() -> None:
@@ -110,14 +108,6 @@ def test_attention_equals_loops_over_nodes_edges_and_heads(family: Family, hardw
     graph = graph_of(stack(family(2, 3)), hardware)
     network = random_network(0)
     np.testing.assert_allclose(apply(network, graph), attention_by_loops(network, graph), rtol=1e-4, atol=1e-4)
-
-
-def test_scores_of_any_size_leave_output_and_gradients_finite(family: Family, hardware: Hardware) -> None:
-    graph = graph_of(stack(family(2, 3)), hardware)
-    for scale in (1.0, 30.0, 1e4):  # scores go with its square
-        network = random_network(0, scale=scale)
-        for x in jax.tree.leaves(jax.jit(jax.value_and_grad(lambda net: jnp.sum(model.apply(net, graph))))(network)):
-            assert np.all(np.isfinite(x))
 
 
 def test_the_order_of_edges_does_not_matter(family: Family, hardware: Hardware) -> None:
