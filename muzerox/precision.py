@@ -17,6 +17,8 @@ from flax import struct
 
 from muzerox.config import PrecisionConfig
 
+_DOUBLINGS = 40  # of 1, to the largest loss scale
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -92,6 +94,11 @@ def adjust_loss_scale(config: PrecisionConfig, state: LossScale, finite: jax.Arr
         return state
     good = jnp.where(finite, state.good_steps + 1, 0)
     grow = good >= config.loss_scale_period
-    grown = jnp.where(grow, jnp.minimum(state.scale * 2.0, 2.0**40), state.scale)
+    grown = jnp.where(grow, jnp.minimum(state.scale * 2.0, 2.0**_DOUBLINGS), state.scale)
     scale = jnp.where(finite, grown, jnp.maximum(state.scale * 0.5, 1.0))
     return LossScale(scale=scale, good_steps=jnp.where(grow, 0, good))
+
+
+def overflows_in_a_row(config: PrecisionConfig) -> int:
+    """Updates in a row whose gradients may overflow and nothing is wrong: those that halve a dynamic loss scale to 1."""
+    return _DOUBLINGS if resolve(config).loss_scale == "dynamic" else 0

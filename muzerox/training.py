@@ -25,12 +25,12 @@ from muzerox.envs import make_env
 from muzerox.errors import CheckpointError, ConfigError, RunFailed
 from muzerox.evaluate import Episodes, Evaluation, make_episodes, make_host_episodes, summarise
 from muzerox.live import LiveKnobs
-from muzerox.precision import resolve
+from muzerox.precision import overflows_in_a_row, resolve
 from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
 from muzerox.runtimes import make_runtime, resolve_kind
 from muzerox.timing import PhaseClock, PipelineTotals, seconds_since_process_start
-from muzerox.types import Environment, HostEnvironment, Params, Report, Runtime
+from muzerox.types import Environment, HostEnvironment, Params, Runtime
 
 # What may change when a run is resumed: how long it goes on, how it is watched, what it is given, and by which of several ways
 # the same is computed. None touches what a checkpoint holds; engine and split of the search add up in another order.
@@ -203,7 +203,7 @@ class _Session:
         train, clock = self.config.train, self.clock
         env_steps, first_steps, first_updates, first_seconds = start, start, updates, None
         evaluation: Evaluation | None = None
-        finished = False
+        finished, skipped = False, 0  # updates in a row that were skipped
         last = self.runtime.updates_at(train.max_env_steps)
         next_evaluation = self._next_evaluation(start // train.eval_period + 1, updates)
         saved_at, seconds_an_update = time.perf_counter(), math.inf
@@ -238,7 +238,8 @@ class _Session:
                 totals.add(report.pipeline)
                 if made:
                     reporter.training(report, clock.total, clock.seconds.get("train", math.inf))
-                _check_progress(report)
+                skipped = 0 if report.metrics else skipped + report.skipped_updates
+                _check_progress(self.config, skipped)
                 done = updates >= last
             if done or updates >= evaluation_due:
                 with clock.phase("evaluate"):
@@ -315,10 +316,11 @@ def _solved(config: Config, evaluation: Evaluation | None) -> bool:
     return target is not None and evaluation is not None and evaluation.mean_return >= target
 
 
-def _check_progress(report: Report) -> None:
-    if report.skipped_updates and not report.metrics:
+def _check_progress(config: Config, skipped: int) -> None:
+    """Raises RunFailed when more updates in a row were skipped than a loss scale takes to be found."""
+    if skipped > overflows_in_a_row(config.precision):
         raise RunFailed(
-            f"training diverged: not one of the last {report.skipped_updates} updates had finite gradients; "
+            f"training diverged: not one of the last {skipped} updates had finite gradients; "
             "lower train.learning_rate, or raise precision.level's range with O1 or O0"
         )
 

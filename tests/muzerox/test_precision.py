@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,11 +15,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_runs import TINY
 from toys import counting_env, random_params, small_config
 
-from muzerox import replay
+from muzerox import replay, train
 from muzerox.algorithms import make_algorithm
 from muzerox.config import Config, PrecisionConfig
+from muzerox.errors import RunFailed
 from muzerox.learner import LearnerState, init_learner, make_batch, make_update
 from muzerox.precision import POLICIES, LossScale, adjust_loss_scale, cast, make_loss_scale, pack, resolve, unpack
 from muzerox.replay import ReplayState, Sample
@@ -211,6 +215,21 @@ def test_float16_overflow_skips_the_update_and_halves_the_scale() -> None:
     assert skips >= 10
     assert makes >= 10
     assert doublings >= 2
+
+
+def test_a_run_finds_its_loss_scale_and_ends_when_there_is_none(tmp_path: Path) -> None:
+    """However many reports the first updates are skipped over; a scale that stays too large is another matter."""
+    config = Config.preset("gymnax:CartPole-v1").replace(
+        {**TINY, "precision.level": "O1_float16", "precision.initial_loss_scale": 2.0**40, "runtime.loop_count": 1}
+    )
+    train(config, tmp_path / "dynamic", quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "dynamic/metrics.jsonl").read_text().splitlines()]
+    scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
+    assert rows[0]["skipped_updates"]
+    assert "loss_scale" not in rows[0]
+    assert 1.0 <= scales[-1] < 2.0**30
+    with pytest.raises(RunFailed, match=r"not one of the last \d+ updates had finite gradients"):
+        train(config.replace({"precision.loss_scale": "static"}), tmp_path / "static", quiet=True)
 
 
 def test_a_batch_out_of_range_skips_the_update_without_a_scale() -> None:
