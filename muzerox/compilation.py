@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 # Of what the compiler took when it made what the cache holds; and what it, or reading the cache, takes now.
 _SAVED, _COMPILED = "/jax/compilation_cache/compile_time_saved_sec", "/jax/core/compile/backend_compile_duration"
@@ -36,6 +38,25 @@ def compiler_options(threads: int | None) -> dict[str, str] | None:
     keeps a program where it is called. A search of 16 roots takes 0.86 of the time. With two threads it is the other way round.
     """
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if threads == 1 else None
+
+
+def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as one operation of the program that calls it on CPU: XLA does not take it apart.
+
+    XLA's executor hands operations to another thread as soon as more than eight are ready to run, and whoever called the program
+    waits for that thread to wake up. Many small operations that depend on little, such as those of a draw of random numbers, run
+    one after the other where they are an operation of their own.
+    """
+    if jax.default_backend() != "cpu":
+        return function
+    compiled = jax.jit(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with set_xla_metadata(inlineable="false"):
+            return compiled(*args)
+
+    return call
 
 
 @contextlib.contextmanager

@@ -6,8 +6,11 @@ values and rewards is from MuZero (Schrittwieser et al., arXiv:1911.08265, appen
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 EPSILON = 1e-3
 
@@ -28,18 +31,28 @@ def signed_parabolic(x: jax.Array) -> jax.Array:
     return jnp.sign(x) * (2.0 * a / (root + 1.0 + 2.0 * EPSILON)) * (u + 1.0)
 
 
-def make_support(bound: float, num_bins: int) -> jax.Array:
+def make_support(bound: float, num_bins: int) -> np.ndarray:
     """[num_bins] float32: evenly spaced in transformed space, from -h(bound) to h(bound)."""
-    edge = signed_hyperbolic(jnp.float32(bound))
-    return jnp.linspace(-edge, edge, num_bins, dtype=jnp.float32)
+    edge = _edge(bound)
+    return np.linspace(-edge, edge, num_bins, dtype=np.float32)
+
+
+def _along_bins(x: np.ndarray, ndim: int) -> np.ndarray:
+    """[num_bins] with ``ndim`` axes before."""
+    return x.reshape((1,) * ndim + (-1,))
+
+
+def _edge(bound: float) -> float:
+    """h(bound), known when a program is compiled."""
+    return bound / (math.sqrt(bound + 1.0) + 1.0) + EPSILON * bound
 
 
 def two_hot(x: jax.Array, bound: float, num_bins: int) -> jax.Array:
     """Scalars [...] to distributions [..., num_bins] over the two nearest bins; clipped to the bound."""
-    edge = signed_hyperbolic(jnp.float32(bound))
+    edge = _edge(bound)
     position = (jnp.clip(signed_hyperbolic(x.astype(jnp.float32)), -edge, edge) + edge) / (2.0 * edge) * (num_bins - 1)
     # A hat function a bin: 1 at the bin, 0 one bin away, linear between.
-    distance = jnp.abs(jnp.expand_dims(position, -1) - jnp.arange(num_bins, dtype=jnp.float32).reshape((1,) * x.ndim + (-1,)))
+    distance = jnp.abs(jnp.expand_dims(position, -1) - _along_bins(np.arange(num_bins, dtype=np.float32), x.ndim))
     return jnp.maximum(0.0, 1.0 - distance)
 
 
@@ -47,4 +60,4 @@ def expected_value(logits: jax.Array, bound: float) -> jax.Array:
     """Logits [..., num_bins] to scalars [...] float32: the inverse transform of the mean over the support."""
     support = make_support(bound, logits.shape[-1])
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    return signed_parabolic(jnp.sum(probabilities * support.reshape((1,) * (logits.ndim - 1) + (-1,)), axis=-1))
+    return signed_parabolic(jnp.sum(probabilities * _along_bins(support, logits.ndim - 1), axis=-1))

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import mctx
+import numpy as np
 
 from muzerox.search import tree
 from muzerox.search.tree import (
@@ -41,15 +42,16 @@ from muzerox.search.tree import (
     Root,
     action_axis,
     get_at,
+    most,
     one_hot,
-    pick,
     prior_of,
     set_at,
+    total,
     turned,
 )
 
 Select = Callable[[Node], jax.Array]  # the action [B] int32
-SelectRoot = Callable[[Node, int], jax.Array]  # so many different actions [W, B] int32
+SelectRoot = Callable[[Node, int], Any]  # so many different actions [W, B] int32; in NumPy where they are known beforehand
 
 
 def search(
@@ -93,19 +95,19 @@ def search(
     keys = _expansion_keys(key, num_simulations)
     dtype = root_state.value.dtype
     root_logits, root_prior = turned(root.prior_logits, axis), turned(prior_of(root.prior_logits, dtype), axis)
-    zero = jnp.zeros(batch, jnp.int32)
+    zero = np.zeros(batch, np.int32)
 
     def root_node(state: Root, visits: jax.Array) -> Node:
         return Node(
-            number=zero,
-            depth=zero,
+            number=jnp.asarray(zero),
+            depth=jnp.asarray(zero),
             visits=zero + visits,
             value=state.value,
             raw_value=root.value.astype(dtype),
             prior_logits=root_logits,
             prior=root_prior,
-            seen_prior=jnp.sum(jnp.where(state.child_visits > 0, root_prior, 0.0), axis=axis),
-            most_visits=jnp.max(state.child_visits, axis=axis).astype(jnp.int32),
+            seen_prior=total(jnp.where(state.child_visits > 0, root_prior, 0.0), axis),
+            most_visits=most(state.child_visits, axis).astype(jnp.int32),
             child_visits=state.child_visits,
             q=state.q,
             axis=axis,
@@ -115,16 +117,18 @@ def search(
         nodes, state = carry
         new = jnp.asarray(sim, jnp.int32) + 1  # the number of the first lane's node, and the root's visits
         lanes = width * batch  # lane w B + b is of tree b
-        lane = jnp.arange(lanes, dtype=jnp.int32)
+        # What is known beforehand is NumPy's: a constant of the program, and no operation of it.
+        lane = np.arange(lanes, dtype=np.int32)
         trees = lane % batch
-        none = jnp.zeros(lanes, jnp.int32)
+        none = np.zeros(lanes, np.int32)
 
         # Descend.
         root_action = select_root(root_node(state, new), width)  # [W, B]
-        child = jax.vmap(lambda action: pick(state.child, action, axis))(root_action).reshape(lanes)
+        here = one_hot(root_action, actions, axis)  # [W, B|A]
+        child = total(jnp.where(here, state.child[None], 0), axis + 1).reshape(lanes)
         stops = (child == UNVISITED) | (limit <= 1)
         end = jnp.where(stops, root_action.reshape(lanes), get_at(nodes.ints, jnp.maximum(child, 0) * batch + trees, END))
-        parent, action = end // actions, end % actions
+        parent, action = jax.lax.div(end, jnp.int32(actions)), jax.lax.rem(end, jnp.int32(actions))
         at_parent = parent * batch + trees
         leaf = lane // batch + new
         if cut:
@@ -141,28 +145,28 @@ def search(
         fresh = Node(
             number=leaf,
             depth=get_at(nodes.ints, at_parent, DEPTH) + 1,
-            visits=none + 1,
+            visits=jnp.asarray(none + 1),
             value=value,
             raw_value=value,
             prior_logits=turned(logits, axis),
             prior=turned(prior, axis),
             seen_prior=jnp.zeros(lanes, dtype),
-            most_visits=none,
+            most_visits=jnp.asarray(none),
             child_visits=nothing,
             q=nothing,
             axis=axis,
         )
         reward, discount = step.reward.astype(dtype), step.discount.astype(dtype)
-        ints = (leaf * actions + select(fresh), parent, action, fresh.depth)
-        floats = (value, value, reward, discount)
+        ints = jnp.stack((leaf * actions + select(fresh), parent, action, fresh.depth), axis=1)
+        floats = jnp.stack((value, value, reward, discount), axis=1)
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
             y = y.astype(x.dtype)
             return set_at(x, at_leaf, value=y) if cut else jax.lax.dynamic_update_slice_in_dim(x, y, new * batch, axis=0)
 
         nodes = Nodes(
-            ints=write(nodes.ints, jnp.stack(ints, axis=1)),
-            floats=write(nodes.floats, jnp.stack(floats, axis=1)),
+            ints=write(nodes.ints, ints),
+            floats=write(nodes.floats, floats),
             edges=nodes.edges,
             prior=write(nodes.prior, prior),
             prior_logits=write(nodes.prior_logits, logits),
@@ -171,13 +175,12 @@ def search(
         )
 
         # Back up: below the root level by level, then the root, where all trees arrive.
-        level = _Level(leaf, value, value, parent, action, reward, discount)
+        level = _Level(value, value, ints, floats)
         nodes, returned = _backup(nodes, trees, level, fresh.depth, select, limit=limit, batch=batch)
         number = jnp.where(stops, leaf, child)
         top = get_at(nodes.floats, number * batch + trees)
         returned = top[:, REWARD] + top[:, DISCOUNT] * returned
         q = top[:, REWARD] + top[:, DISCOUNT] * top[:, VALUE]
-        here = jax.vmap(lambda action: one_hot(action, actions, axis))(root_action)  # [W, B|A]
 
         def at_root(old: jax.Array, lane: jax.Array) -> jax.Array:
             """What every lane has [L], at its action."""
@@ -205,17 +208,14 @@ def search(
 class _Level(NamedTuple):
     """How far the backup of every lane has come: the node that was brought up to date last, [L]."""
 
-    number: jax.Array  # int32, of the node in its tree
     value: jax.Array  # of the node
     returned: jax.Array  # what is backed up from it
-    parent: jax.Array  # int32
-    action: jax.Array  # int32, that led to it
-    reward: jax.Array
-    discount: jax.Array
+    ints: jax.Array  # [L, 4] of the node, and
+    floats: jax.Array  # [L, 4]: whole rows, as slices would be operations of every level
 
 
 def _backup(
-    nodes: Nodes, trees: jax.Array, level: _Level, depth: jax.Array, select: Select, *, limit: int, batch: int
+    nodes: Nodes, trees: np.ndarray, level: _Level, depth: jax.Array, select: Select, *, limit: int, batch: int
 ) -> tuple[Nodes, jax.Array]:
     """Brings the nodes between a leaf and the root up to date, and says what is backed up from the root's children [L].
 
@@ -226,27 +226,28 @@ def _backup(
 
     def climb(height: jax.Array, carry: tuple[Nodes, _Level, jax.Array]) -> tuple[Nodes, _Level, jax.Array]:
         nodes, level, top = carry
-        at = level.parent * batch + trees
+        parent, action = level.ints[:, PARENT], level.ints[:, ACTION]
+        at = parent * batch + trees
         ints, floats, prior = get_at(nodes.ints, at), get_at(nodes.floats, at), turned(get_at(nodes.prior, at), axis)
         edges = get_at(nodes.edges.reshape(-1, 2 * actions), at).reshape(lanes, actions, 2)
         old_q, old_visits = turned(edges[..., Q], axis), turned(edges[..., CHILD_VISITS], axis)
-        returned = level.reward + level.discount * level.returned
-        q = level.reward + level.discount * level.value
-        here = one_hot(level.action, actions, axis)
+        reward, discount = level.floats[:, REWARD], level.floats[:, DISCOUNT]
+        returned, q = reward + discount * level.returned, reward + discount * level.value
+        here = one_hot(action, actions, axis)
         # Every value that is written depends on all that was read there before: without that, XLA copies whole trees first.
-        times = pick(old_visits, level.action, axis) + 1.0
+        times = total(jnp.where(here, old_visits, 0.0), axis) + 1.0
         child_visits = old_visits + here
-        visits = jnp.sum(child_visits, axis=axis)
+        visits = total(child_visits, axis)
         node = Node(
-            number=level.parent,
+            number=parent,
             depth=ints[:, DEPTH],
             visits=visits.astype(jnp.int32) + 1,
             value=(floats[:, VALUE] * visits + returned) / (visits + 1.0),
             raw_value=floats[:, RAW_VALUE],
             prior_logits=turned(get_at(nodes.prior_logits, at), axis),
             prior=prior,
-            seen_prior=jnp.sum(jnp.where(child_visits > 0, prior, 0.0), axis=axis),
-            most_visits=jnp.max(child_visits, axis=axis).astype(jnp.int32),
+            seen_prior=total(jnp.where(child_visits > 0, prior, 0.0), axis),
+            most_visits=most(child_visits, axis).astype(jnp.int32),
             child_visits=child_visits,
             q=jnp.where(here, jnp.expand_dims(q, axis), old_q),
             axis=axis,
@@ -254,14 +255,13 @@ def _backup(
         best = select(node)
         child = get_at(nodes.child, at, best)
         stops = (child == UNVISITED) | (node.depth + 1 >= limit)
-        end = jnp.where(stops, level.parent * actions + best, get_at(nodes.ints, jnp.maximum(child, 0) * batch + trees, END))
+        end = jnp.where(stops, parent * actions + best, get_at(nodes.ints, jnp.maximum(child, 0) * batch + trees, END))
         nodes = nodes._replace(
             ints=set_at(nodes.ints, at, END, value=end, unique=alone),
             floats=set_at(nodes.floats, at, VALUE, value=node.value, unique=alone),
-            edges=set_at(nodes.edges, at * actions + level.action, value=jnp.stack([q, times], axis=1), unique=alone),
+            edges=set_at(nodes.edges, at * actions + action, value=jnp.stack([q, times], axis=1), unique=alone),
         )
-        step = floats[:, REWARD], floats[:, DISCOUNT]
-        above = _Level(level.parent, node.value, returned, ints[:, PARENT], ints[:, ACTION], *step)
+        above = _Level(node.value, returned, ints, floats)
         return nodes, above, jnp.where(height < depth - 1, returned, top)
 
     nodes, _, top = jax.lax.fori_loop(0, jnp.max(depth) - 1, climb, (nodes, level, level.returned))

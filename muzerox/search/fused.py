@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import mctx
 from flax import struct
 
+from muzerox.compilation import apart
 from muzerox.search import engine, selection
 from muzerox.search.selection import QTransform
 from muzerox.search.tree import Node, action_axis, turned
@@ -72,8 +73,13 @@ def gumbel_muzero_policy(
     """
     logits = _mask(root.prior_logits, invalid_actions)
     root = root.replace(prior_logits=logits)
-    rng_key, gumbel_key = jax.random.split(rng_key)
-    gumbel = gumbel_scale * jax.random.gumbel(gumbel_key, shape=logits.shape, dtype=logits.dtype)
+
+    def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key, gumbel_key = jax.random.split(key)
+        return key, jax.random.gumbel(gumbel_key, shape=logits.shape, dtype=logits.dtype)
+
+    rng_key, gumbel = apart(draw)(rng_key)
+    gumbel = gumbel_scale * gumbel
     chosen = gumbel + (logits - jnp.max(logits, axis=1, keepdims=True))
     rounds = (1,) * num_simulations
     if side_by_side is not False and invalid_actions is None:  # with masks, roots halve differently many actions

@@ -19,7 +19,7 @@ import mctx
 import numpy as np
 
 from muzerox.search.engine import Select, SelectRoot
-from muzerox.search.tree import Node, action_axis, turned
+from muzerox.search.tree import WRITTEN_OUT, Node, action_axis, each, extremes, largest, total, turned
 
 QTransform = Callable[[Any, Any], jax.Array]
 _TIE_BREAK = 1e-7
@@ -67,9 +67,9 @@ def completed_q(node: Node, qtransform: QTransform) -> jax.Array:
     tiny = jnp.finfo(node.prior.dtype).tiny
     value = node.raw_value
     if options["use_mixed_value"]:
-        total = node.visits - 1
-        weighted = jnp.sum(jnp.where(seen, node.prior * node.q, 0.0), axis=node.axis) / jnp.maximum(node.seen_prior, tiny)
-        value = (value + total * weighted) / node.visits
+        below = node.visits - 1
+        weighted = total(jnp.where(seen, node.prior * node.q, 0.0), node.axis) / jnp.maximum(node.seen_prior, tiny)
+        value = (value + below * weighted) / node.visits
     completed = jnp.where(seen, node.q, node.spread(value))
     if options["rescale_values"]:
         low, high = extremes(completed, node.axis)
@@ -104,9 +104,9 @@ def gumbel_root(
     axis = action_axis(actions)
     chosen, invalid = turned(chosen, axis), invalid if invalid is None else turned(invalid, axis)
 
-    def select(node: Node, width: int) -> jax.Array:
+    def select(node: Node, width: int) -> jax.Array | np.ndarray:
         if width == actions:  # all of them: in what order does not matter
-            return jnp.broadcast_to(jnp.arange(actions, dtype=jnp.int32)[:, None], (actions, batch))
+            return np.broadcast_to(np.arange(actions, dtype=np.int32)[:, None], (actions, batch))
         visits = wanted[node.visits[0] - 1]  # all roots are as old
         score = considered(node, visits, chosen, completed_q(node, qtransform))
         if width == 1:
@@ -168,7 +168,7 @@ def gumbel_interior(num_simulations: int, qtransform: QTransform) -> Select:
         else:
             logits = node.prior_logits + completed
             unscaled = jnp.exp(logits - node.spread(largest(logits, node.axis)))
-        policy = unscaled / node.spread(jnp.sum(unscaled, axis=node.axis))
+        policy = unscaled / node.spread(total(unscaled, node.axis))
         return masked(policy - node.child_visits / node.spread(node.visits), None, node.axis)
 
     return select
@@ -207,24 +207,13 @@ def masked(score: jax.Array, invalid: jax.Array | None, axis: int) -> jax.Array:
     if invalid is not None:
         score = jnp.where(invalid, -jnp.inf, score)
     last = score.shape[axis] - 1
+    if last < WRITTEN_OUT:
+        first, *others = each(score, axis)
+        best, found = first, jnp.zeros(first.shape, jnp.int32)
+        for action, other in enumerate(others, 1):
+            best, found = jnp.where(other > best, other, best), jnp.where(other > best, action, found)
+        return found
     numbers = jnp.expand_dims(jnp.arange(last + 1, dtype=jnp.int32), 1 - axis)
     # An argmax in two reductions, which vectorise where a reduction of pairs does not: four times as fast on a CPU.
     # The second in whole numbers: on floats XLA 0.10.2 crashes compiling some programs (tests/muzerox/test_checkpoint.py).
     return jnp.min(jnp.where(score == jnp.expand_dims(largest(score, axis), axis), numbers, last), axis=axis)
-
-
-# XLA gives the reductions it knows to a library on CPUs, which works a row at a time: dear where rows are short, or where
-# the result is spread over the row again. Written as a comparison, a reduction stays in XLA's own loops.
-_SHORT = 20
-
-
-def largest(x: jax.Array, axis: int) -> jax.Array:
-    """The largest along an axis [B]."""
-    return jax.lax.reduce(x, np.array(-np.inf, x.dtype), lambda a, b: jnp.where(a > b, a, b), (axis,))
-
-
-def extremes(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The smallest and the largest along an axis [B]."""
-    if x.shape[axis] <= _SHORT:
-        return -largest(-x, axis), largest(x, axis)
-    return jnp.min(x, axis=axis), jnp.max(x, axis=axis)

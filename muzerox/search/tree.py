@@ -7,11 +7,13 @@ it leads to; only visits and Q of children are kept twice, side by side, so that
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import mctx
+import numpy as np
 from flax import struct
 
 ROOT = mctx.Tree.ROOT_INDEX
@@ -99,14 +101,49 @@ def turned(x: jax.Array, axis: int) -> jax.Array:
     return x.T if axis == 0 else x
 
 
-def pick(x: jax.Array, action: jax.Array, axis: int) -> jax.Array:
-    """The action's element [B] of what there is of every action."""
-    return jnp.take_along_axis(x, jnp.expand_dims(action, axis), axis=axis, mode="promise_in_bounds").squeeze(axis)
+# A reduction is an operation of its own to XLA. Over so few actions it is written out: part of whatever reads it.
+WRITTEN_OUT = 4
 
 
-def one_hot(action: jax.Array, actions: int, axis: int) -> jax.Array:
-    """Bool [B|A], true at the action [B]."""
-    return jnp.expand_dims(action, axis) == jnp.expand_dims(jnp.arange(actions, dtype=jnp.int32), 1 - axis)
+def each(x: jax.Array, axis: int) -> list[jax.Array]:
+    """Of every action what there is of it, without the axis of actions."""
+    return [jax.lax.index_in_dim(x, action, axis, keepdims=False) for action in range(x.shape[axis])]
+
+
+def total(x: jax.Array, axis: int) -> jax.Array:
+    """The sum along the axis of actions."""
+    return functools.reduce(jnp.add, each(x, axis)) if x.shape[axis] <= WRITTEN_OUT else jnp.sum(x, axis=axis, dtype=x.dtype)
+
+
+def most(x: jax.Array, axis: int) -> jax.Array:
+    """The most along the axis of actions. With :func:`largest` instead, XLA 0.10.2 crashes compiling some programs."""
+    return largest(x, axis) if x.shape[axis] <= WRITTEN_OUT else jnp.max(x, axis=axis)
+
+
+# XLA gives the reductions it knows to a library on CPUs, which works a row at a time: dear where rows are short, or where
+# the result is spread over the row again. Written as a comparison, a reduction stays in XLA's own loops.
+_SHORT = 20
+
+
+def largest(x: jax.Array, axis: int) -> jax.Array:
+    """The largest along an axis [B]."""
+    if x.shape[axis] <= WRITTEN_OUT:
+        return functools.reduce(lambda a, b: jnp.where(a > b, a, b), each(x, axis))
+    return jax.lax.reduce(x, np.array(-np.inf, x.dtype), lambda a, b: jnp.where(a > b, a, b), (axis,))
+
+
+def extremes(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The smallest and the largest along an axis [B]."""
+    if x.shape[axis] <= _SHORT:
+        return -largest(-x, axis), largest(x, axis)
+    return jnp.min(x, axis=axis), jnp.max(x, axis=axis)
+
+
+def one_hot(action: Any, actions: int, axis: int) -> Any:
+    """Bool [..., B|A], true at the action [..., B]; in NumPy where that is NumPy's."""
+    of_one = (actions, 1) if axis == 0 else (1, actions)
+    numbers = np.arange(actions, dtype=np.int32).reshape((1,) * (action.ndim - 1) + of_one)
+    return (action[..., None, :] if axis == 0 else action[..., None]) == numbers
 
 
 def init(root: mctx.RootFnOutput, num_simulations: int) -> tuple[Nodes, Root]:

@@ -309,3 +309,18 @@ def test_parameters_are_moved_once_and_only_if_they_lie_elsewhere() -> None:
     assert store.pull(device) == (2, there)
     assert store.pull(device)[1] is there
     assert "bytes_parameters" not in meter.take()
+
+
+def test_who_has_asked_for_parameters_finds_the_next_ones_in_place() -> None:
+    device, meter = jax.devices()[0], Meter()
+    store = ParameterStore(meter)
+    weights = np.arange(3, dtype=np.float32)
+    store.publish(Published(1, {"w": weights}, {"w": -weights}))
+    store.pull(device)
+    assert meter.take()["wait_parameters_get_count"] == 1
+    store.publish(Published(2, {"w": weights + 1}, {"w": weights - 1}))
+    assert meter.take() == {"bytes_parameters": weights.nbytes}  # by who published; nobody asked for target parameters
+    version, params = store.pull(device)
+    assert version == 2
+    np.testing.assert_array_equal(params["w"], weights + 1)
+    assert meter.take() == {}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from muzerox.compilation import compiler_options
+from muzerox.compilation import apart, compiler_options
 from muzerox.config import Config
 from muzerox.learner import LearnerState, make_apply, read_batch, reanalyze
 from muzerox.replay import Sample
@@ -48,7 +48,7 @@ def make_programs(
     apply = make_apply(config, algorithm)
 
     def choose(key: jax.Array, number: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None) -> Choice:
-        return choose_action(jax.random.fold_in(key, number), params, observation, legal)
+        return choose_action(apart(jax.random.fold_in)(key, number), params, observation, legal)
 
     def gather(storage: Transition, sample: Sample) -> tuple[Batch, Any]:
         return read_batch(config, spec, storage, sample)

@@ -24,6 +24,7 @@ from muzerox.runtimes.sebulba.parameters import ParameterStore
 from muzerox.runtimes.sebulba.programs import Programs
 from muzerox.runtimes.sebulba.queues import BoundedQueue
 from muzerox.runtimes.sebulba.ring import SharedRing, Start
+from muzerox.selfplay import Choice
 from muzerox.types import Batch, EnvSpec, HostEnvironment, Targets, TimeStep, Transition
 
 _START_SECONDS = 300.0  # for environments to start: processes, imports, compilation
@@ -115,13 +116,15 @@ def play(shared: Shared, worker: Worker) -> None:
             called = time.perf_counter() - called  # the whole search, on devices that are not asynchronous
             if row is not None:  # written and counted while the search for the next one runs, where that is not called
                 shared.ring.write(index, generation, row, lambda: shared.limiter.commit(index))
-                score += np.where((length % 2 == 0) | (spec.num_players == 1), row.reward, -row.reward)
+                score += row.reward if spec.num_players == 1 else np.where(length % 2 == 0, row.reward, -row.reward)
                 length += 1
                 _count_episodes(shared.episodes, now, score, length)
                 worker.done()
             shared.limiter.reserve(index, generation, num_envs)
             with shared.meter.wait("action"):
-                choice = jax.tree.map(np.asarray, choosing)  # jax.device_get takes six times as long where no copy is needed
+                # jax.device_get takes six times as long where no copy is needed, jax.tree.map twice.
+                taken: Any = [None if x is None else np.asarray(x) for x in choosing]
+                choice = Choice(*taken)
             shared.meter.add("wait_action_seconds", called)
             shared.meter.observe("acting_staleness", shared.limiter.learned_updates - version)
             with worker.within(config.runtime.step_timeout), shared.meter.wait("environment"):
