@@ -54,9 +54,18 @@ def batch_bytes(w: Workload) -> Value:
 def queue_resident_bytes(w: Workload) -> Value:
     """Sebulba: batches that wait, are being made or are in the learner's hands, and contexts, which are indices."""
     waiting = w.batch_queue_size + w.searching_devices + _DISPATCHES * w.loop_count
-    making = w.searching_devices * w.batch_size * (w.unroll_steps + 1.0) * w.observation_bytes  # bootstrap observations
+    bootstrap = w.batch_size * (w.unroll_steps + 1.0) * w.observation_bytes  # observations that value targets end with
+    carried = bootstrap * maybe_targets_by_learner(w)
     contexts = 16.0 * w.batch_size * (w.search_queue_size + w.cpu_actors)
-    return w.sebulba * (waiting * batch_bytes(w) + making + contexts)
+    return w.sebulba * (waiting * (batch_bytes(w) + carried) + w.searching_devices * bootstrap + contexts)
+
+
+def maybe_targets_by_learner(w: Workload) -> Value:
+    """1 where the learner's program makes value targets, if searching has no devices of its own; as muzerox's ``make_programs``.
+
+    Nothing is searched again, and observations are no images.
+    """
+    return jnp.float32((jnp.asarray(w.reanalyze_fraction) == 0.0) & (jnp.asarray(w.observation_bytes) <= 4096.0))
 
 
 def published_bytes(w: Workload) -> Value:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from predictor.analytic import HANDED, STAGES, Rates, Value
+from predictor.memory import maybe_targets_by_learner
 from predictor.schema import Workload
 
 BOUNDS = ("selfplay", "acting", "context", "search", "learner", "lock", "device", "processors")
@@ -140,9 +141,11 @@ def staleness(w: Workload) -> Value:
     return w.sebulba * (2.0 * w.loop_count + under_way)
 
 
-def batch_staleness(w: Workload) -> Value:
-    """Mean age of a batch's targets when it is learnt from, updates; 0 under one program.
+def batch_staleness(w: Workload, hardware: Rates) -> Value:
+    """Mean age of a batch's targets when it is learnt from, updates; 0 under one program, and where the learner makes them.
 
     Parameters are published once a dispatch, while the next one runs; of the room for batches, one half is taken.
     """
-    return w.sebulba * (1.5 * w.loop_count + 0.5 * (w.batch_queue_size + w.searching_devices))
+    shared = jnp.asarray(w.acting_devices + w.searching_devices + w.learning_devices > hardware.devices)
+    by_learner = maybe_targets_by_learner(w) * jnp.float32(shared | (jnp.asarray(w.role_threads) > 0.0))
+    return w.sebulba * (1.0 - by_learner) * (1.5 * w.loop_count + 0.5 * (w.batch_queue_size + w.searching_devices))

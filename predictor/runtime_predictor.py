@@ -155,7 +155,7 @@ def _estimates(params: Params, workload: Workload, hardware: Rates) -> dict[str,
         "log_cpu": (0.5 + 0.4 * jnp.asarray(w.sebulba)) * jnp.log(cores),  # threads find more to do at once
         "resident_bytes": resident_bytes(w),
         "host_bytes": host_bytes(w, hardware) + _COMPILING_BYTES * compile_seconds,
-        "batch_staleness": batch_staleness(w),
+        "batch_staleness": batch_staleness(w, hardware),
     }
     return {name: jnp.broadcast_to(jnp.asarray(value, jnp.float32), seconds.shape) for name, value in values.items()}
 

@@ -34,7 +34,7 @@ def test_programs_of_roles_decide_what_those_of_all_threads_decide(threads: int)
     legal = np.ones((8, env.spec.num_actions), np.bool_) if env.spec.has_legal else None
 
     def program(device: jax.Device, own: int | None) -> tuple[Any, tuple]:
-        programs = make_programs(config, env.spec, algorithm, *shardings, threads=own)
+        programs = make_programs(config, env.spec, algorithm, *shardings, searching_apart=False, threads=own)
         key, there = jax.device_put((jax.random.key(1), params), device)
         return programs.choose, (key, np.uint32(3), there, observation, legal)
 

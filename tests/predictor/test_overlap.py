@@ -198,7 +198,11 @@ def test_a_fit_learns_from_threads(
 def test_staleness_counts_what_is_under_way(make_workload: Make, make_threaded: Make, hardware: Hardware) -> None:
     w = make_threaded(loop_count=8.0, search_queue_size=3.0, batch_queue_size=5.0, cpu_actors=2.0)
     assert float(staleness(w)) == 2 * 8 + 3 + 5 + 2 + 1
-    assert float(batch_staleness(w)) == 1.5 * 8 + 0.5 * (5 + 1)
-    assert float(staleness(make_workload())) == float(batch_staleness(make_workload())) == 0.0
+    assert float(batch_staleness(w, hardware)) == 0.0  # the learner makes the targets
+    w = dataclasses.replace(w, reanalyze_fraction=0.25)
+    assert float(batch_staleness(w, hardware)) == 1.5 * 8 + 0.5 * (5 + 1)
+    images = dataclasses.replace(w, reanalyze_fraction=0.0, observation_bytes=84.0 * 84 * 4)
+    assert float(batch_staleness(images, hardware)) == 15.0
+    assert float(staleness(make_workload())) == float(batch_staleness(make_workload(), hardware)) == 0.0
     assert RuntimePredictor().predict(w, hardware).batch_staleness == 15.0
     assert RuntimePredictor().predict(make_workload(), hardware).batch_staleness is None

@@ -60,7 +60,8 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     everywhere, shards = placement.learner_shardings(learning)
     own = placement.is_own(searching[0])
     threads = config.runtime.role_threads if own else None
-    programs = make_programs(config, spec, algorithm, everywhere, shards, threads=threads)
+    apart = not set(searching) <= set(learning)
+    programs = make_programs(config, spec, algorithm, everywhere, shards, searching_apart=apart, threads=threads)
     on_device = config.replay.placement == "device" and not own
     storage = searching[0] if on_device else placement.host_device(config.runtime, own=own)
     device_bytes = (storage.memory_stats() or {}).get("bytes_limit")

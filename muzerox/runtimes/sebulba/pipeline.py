@@ -48,7 +48,9 @@ def _shapes(config: Config, programs: Programs, key: jax.Array, learner: Learner
     row: Any = jax.ShapeDtypeStruct((size,), np.int32)
     importance: Any = jax.ShapeDtypeStruct((size,), np.float32)
     gathered = jax.eval_shape(programs.gather, ring.storage, Sample(row, row, importance))
-    batch = jax.eval_shape(programs.target, key, np.uint32(0), learner.target_params, *gathered)
+    batch = gathered[0], None
+    if programs.target:
+        batch = jax.eval_shape(programs.target, key, np.uint32(0), learner.target_params, *gathered)
     # Where arguments lie is the program's business.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (learner, batch))
     return shapes[0], (shapes[1],) * config.runtime.loop_count, jax.ShapeDtypeStruct((), np.int32)
@@ -171,7 +173,7 @@ class Pipeline:
         batches = tuple((item.batch, item.targets) for item in padded)
         self._learner, learned = self._learn()(self._learner, batches, np.int32(len(ready)))
         for number, item in enumerate(ready, start=self._dispatched):
-            self._meter.observe("batch_staleness", number - item.version)
+            self._meter.observe("batch_staleness", 0 if item.version is None else number - item.version)
         self._dispatched += len(ready)
         return learned
 

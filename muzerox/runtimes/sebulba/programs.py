@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from muzerox.learner import LearnerState, make_apply, read_batch, reanalyze
 from muzerox.replay import Sample
 from muzerox.selfplay import Choice, make_choose
 from muzerox.types import Algorithm, Batch, EnvSpec, Metrics, Params, Targets, Transition
+
+_CARRIED = 4096  # bytes of an observation, at most, of which a batch carries those that value targets end with to the learner
 
 
 class Learned(NamedTuple):
@@ -32,20 +35,33 @@ class Programs(NamedTuple):
 
     choose: Callable[..., Choice]  # (key, number, params, observation [E, ...], legal) -> Choice
     gather: Callable[..., tuple[Batch, Any]]  # (storage, Sample) -> batch, what is to be searched again
-    target: Callable[..., tuple[Batch, Targets]]  # (key, number, target params, batch, reread)
+    target: Callable[..., tuple[Batch, Targets]] | None  # (key, number, target params, batch, reread); None: learn makes targets
     learn: Callable[..., tuple[LearnerState, Learned]]  # (learner, N times (batch, targets), count); learner is donated
 
 
 def make_programs(
-    config: Config, spec: EnvSpec, algorithm: Algorithm, everywhere: Sharding, shards: Sharding, *, threads: int | None = None
+    config: Config,
+    spec: EnvSpec,
+    algorithm: Algorithm,
+    everywhere: Sharding,
+    shards: Sharding,
+    *,
+    searching_apart: bool,
+    threads: int | None = None,
 ) -> Programs:
     """The programs of a configuration; ``everywhere`` and ``shards`` say where the learner and its batches lie.
+
+    Where nothing is searched again, and who would make value targets has no device for it (``searching_apart``), the learner's
+    program makes them: a program less to call for every batch, and from the newest target parameters. Not from images, which
+    stay where a batch is made.
 
     ``threads`` are those of a CPU device that was made for a role; None for JAX's own devices.
     """
     options = compiler_options(threads)
     choose_action = make_choose(algorithm, random_action=config.train.random_action)
     apply = make_apply(config, algorithm)
+    observation_bytes = math.prod(spec.observation_shape) * jnp.dtype(spec.observation_dtype).itemsize
+    targets_apart = bool(config.reanalyzed) or searching_apart or observation_bytes > _CARRIED
 
     def choose(key: jax.Array, number: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None) -> Choice:
         return choose_action(apart(jax.random.fold_in)(key, number), params, observation, legal)
@@ -65,13 +81,16 @@ def make_programs(
 
         def update(i: jax.Array, carry: tuple) -> tuple:
             learner, priority, sums, skipped = carry
-            learner, applied = apply(learner, *jax.tree.map(lambda x: x[i], stacked))
+            batch, targets = jax.tree.map(lambda x: x[i], stacked)
+            learner, applied = apply(learner, batch, targets or algorithm.targets(learner.target_params, batch))
             skip = applied.metrics.pop("skipped")
             sums = jax.tree.map(lambda total, x: total + jnp.where(skip > 0, 0.0, x), sums, applied.metrics)
             priority = priority.at[i].set(jnp.where(applied.finite, applied.priority, jnp.nan))
             return learner, priority, sums, skipped + skip
 
-        shapes = jax.eval_shape(apply, learner, *ready[0])[1].metrics
+        batch, targets = ready[0]
+        targets = targets or jax.eval_shape(algorithm.targets, learner.target_params, batch)
+        shapes = jax.eval_shape(apply, learner, batch, targets)[1].metrics
         zeros = {name: jnp.float32(0.0) for name in shapes if name != "skipped"}
         start = (learner, jnp.full((updates, size), jnp.nan, jnp.float32), zeros, jnp.float32(0.0))
         learner, priority, sums, skipped = jax.lax.fori_loop(0, count, update, start)
@@ -81,7 +100,7 @@ def make_programs(
     return Programs(
         choose=jax.jit(choose, compiler_options=options),
         gather=jax.jit(gather, compiler_options=options),
-        target=jax.jit(target, compiler_options=options),
+        target=jax.jit(target, compiler_options=options) if targets_apart else None,
         learn=jax.jit(
             learn,
             donate_argnums=0,

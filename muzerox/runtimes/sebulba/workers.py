@@ -2,7 +2,7 @@
 
 self-play   environments step, search chooses -> rows of the replay
 context     draws starts of sequences from the replay -> search queue
-search      reads them, makes targets, reanalyzes -> batch queue
+search      reads them, makes targets, reanalyzes -> batch queue; where nothing is searched again, the learner makes targets
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Ready(NamedTuple):
     """A batch the learner can use as it is."""
 
     number: int
-    version: int  # updates the learner had made when it published the parameters that made the targets
+    version: int | None  # updates the learner had made when it published the parameters that made the targets, if they are made
     start: Start
     batch: Batch
-    targets: Targets
+    targets: Targets | None  # None: the learner makes them
 
 
 @dataclasses.dataclass
@@ -207,10 +207,15 @@ class SearchBody:
         start, (batch, reread), late = shared.ring.read(context.start, programs.gather)
         if late:
             shared.meter.add("overwritten_starts", late)
-        version, params = shared.parameters.pull(self._device, target=True)
-        if isinstance(batch.action, jax.Array):  # NumPy arrays are taken by the program as they are
-            batch, reread = placement.put((batch, reread), self._device)
-        made = programs.target(self._key, np.uint32(context.number), params, batch, reread)
+        version: int | None = None
+        made: tuple[Batch, Targets | None] = batch, None
+        on_device = isinstance(batch.action, jax.Array)  # NumPy arrays are taken by programs as they are
+        if programs.target:
+            version, params = shared.parameters.pull(self._device, target=True)
+            if on_device:
+                batch, reread = placement.put((batch, reread), self._device)
+            made = programs.target(self._key, np.uint32(context.number), params, batch, reread)
         with shared.meter.wait("targets"):
-            made = jax.block_until_ready(placement.put(made, shared.batch_sharding))
+            if programs.target or on_device:
+                made = jax.block_until_ready(placement.put(made, shared.batch_sharding))
         return Ready(context.number, version, start, *made)
