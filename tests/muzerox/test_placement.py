@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,8 @@ from muzerox.envs import make_env
 from muzerox.errors import ConfigError
 from muzerox.runtimes import placement
 from muzerox.runtimes.sebulba.programs import make_programs
+
+TASKS = Path("/proc/self/task")
 
 
 def sebulba_config(**changes: Any) -> Config:
@@ -50,6 +54,35 @@ def test_programs_of_roles_decide_what_those_of_all_threads_decide(threads: int)
     np.testing.assert_array_equal(mine.action, theirs.action)
     np.testing.assert_allclose(mine.policy, theirs.policy, atol=1e-5)
     assert (scheduled(threads) == scheduled(None)) == (threads > 1), "one thread has an order of its own, several XLA's"
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="counts what threads do by Linux's /proc")
+@pytest.mark.parametrize("env_id", ["gymnasium:CartPole-v1", "gymnasium:Acrobot-v1"])
+def test_a_search_on_one_thread_is_never_handed_to_it(env_id: str) -> None:
+    """XLA's executor would, as soon as more than eight operations are ready at once: self-play would wait for it to wake up."""
+    changes = {"runtime.role_threads": 1, "runtime.num_envs": 16, "search.num_simulations": 16, "network.width": 64}
+    config = Config.preset("gymnasium:CartPole-v1").replace(changes | {"env": env_id})
+    env = make_env(config.env)
+    algorithm = make_algorithm(config, env.spec)
+    before = set(TASKS.iterdir())
+    device = placement.cpu_devices(f"acting in {env_id}", 1, 1, asynchronous=False)[0]
+    own = set(TASKS.iterdir()) - before
+    assert own
+    shardings = placement.learner_shardings([device])
+    choose = make_programs(config, env.spec, algorithm, *shardings, searching_apart=False, threads=1).choose
+    key, params = jax.device_put((jax.random.key(1), algorithm.init(jax.random.key(0))), device)
+    observation = np.zeros((16, *env.spec.observation_shape), np.float32)
+
+    def woken() -> int:
+        text = [(task / "status").read_text() for task in own]
+        return sum(int(line.split()[1]) for status in text for line in status.splitlines() if "voluntary_ctxt" in line)
+
+    jax.block_until_ready(choose(key, np.uint32(0), params, observation, None))
+    time.sleep(0.2)  # the thread that compiled goes to sleep
+    asleep = woken()
+    for number in range(50):
+        jax.block_until_ready(choose(key, np.uint32(number), params, observation, None))
+    assert woken() == asleep
 
 
 @pytest.mark.parametrize(("name", "value"), [("role_threads", 1000), ("acting_devices", 1000), ("learning_devices", 8)])
