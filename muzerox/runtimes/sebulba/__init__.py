@@ -1,8 +1,9 @@
 """Sebulba: host threads that step environments, search and learn meet at queues (Hessel et al., arXiv:2104.06272).
 
 The pipeline is EfficientZero's (Ye et al., arXiv:2111.00210): self-play writes the replay; cpu actors draw contexts from it;
-search workers make targets and reanalyze with the target parameters; the learner takes finished batches, so many
-(``runtime.loop_count``) a dispatch, writes priorities back and publishes. Queues block; a rate limiter keeps the replay ratio.
+search workers make targets and reanalyze with the target parameters (where nothing is reanalyzed, the learner makes targets);
+the learner takes finished batches, so many (``runtime.loop_count``) a dispatch, writes priorities back and publishes. Queues
+block; a rate limiter keeps the replay ratio.
 
     self-play workers -> replay -> cpu actors -> search queue -> search workers -> batch queue -> learner
             ^                                                            ^                            |
@@ -60,8 +61,8 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     everywhere, shards = placement.learner_shardings(learning)
     own = placement.is_own(searching[0])
     threads = config.runtime.role_threads if own else None
-    apart = not set(searching) <= set(learning)
-    programs = make_programs(config, spec, algorithm, everywhere, shards, searching_apart=apart, threads=threads)
+    searching_apart = not set(searching) <= set(learning)
+    programs = make_programs(config, spec, algorithm, everywhere, shards, searching_apart=searching_apart, threads=threads)
     on_device = config.replay.placement == "device" and not own
     storage = searching[0] if on_device else placement.host_device(config.runtime, own=own)
     device_bytes = (storage.memory_stats() or {}).get("bytes_limit")
