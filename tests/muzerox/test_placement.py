@@ -16,7 +16,10 @@ from muzerox.allocation import available_cores
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import ConfigError
+from muzerox.learner import LearnerState, init_learner
+from muzerox.replay import Sample
 from muzerox.runtimes import placement
+from muzerox.runtimes.sebulba import ring
 from muzerox.runtimes.sebulba.programs import make_programs
 
 TASKS = Path("/proc/self/task")
@@ -54,6 +57,39 @@ def test_programs_of_roles_decide_what_those_of_all_threads_decide(threads: int)
     np.testing.assert_array_equal(mine.action, theirs.action)
     np.testing.assert_allclose(mine.policy, theirs.policy, atol=1e-5)
     assert (scheduled(threads) == scheduled(None)) == (threads > 1), "one thread has an order of its own, several XLA's"
+
+
+def test_the_learner_makes_the_targets_that_who_searches_would_make() -> None:
+    config = sebulba_config(runtime__loop_count=2)
+    env = make_env(config.env)
+    algorithm = make_algorithm(config, env.spec)
+    shardings = placement.learner_shardings(jax.devices()[:1])
+    by_learner, by_search = (
+        make_programs(config, env.spec, algorithm, *shardings, searching_apart=apart) for apart in (False, True)
+    )
+    size, rng = config.train.batch_size, np.random.default_rng(0)
+    rows = ring.init(config, env.spec).storage
+    storage = rows.replace(
+        observation=rng.normal(size=rows.observation.shape).astype(np.float32),
+        final_observation=rng.normal(size=rows.observation.shape).astype(np.float32),
+        reward=rng.normal(size=rows.reward.shape).astype(np.float32),
+        truncated=rng.random(rows.reward.shape) < 0.1,
+        policy=rng.dirichlet(np.ones(env.spec.num_actions), rows.reward.shape).astype(np.float32),
+    )
+    start = Sample(np.arange(size, dtype=np.int32) % 8, np.zeros(size, np.int32), np.ones(size, np.float32))
+    batch, reread = by_search.gather(storage, start)
+
+    def learner() -> LearnerState:
+        online, target = (init_learner(jax.random.key(seed), config, algorithm) for seed in (0, 1))
+        return online.replace(target_params=target.params)  # targets are theirs, not the online ones'
+
+    assert by_learner.target is None
+    assert by_search.target is not None
+    made = by_search.target(jax.random.key(2), np.uint32(0), learner().target_params, batch, reread)
+    ours, learned = by_learner.learn(learner(), ((batch, None),) * 2, np.int32(2))
+    theirs, also_learned = by_search.learn(learner(), (made,) * 2, np.int32(2))
+    np.testing.assert_allclose(learned.priority, also_learned.priority, rtol=1e-4, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours.params, theirs.params)
 
 
 @pytest.mark.skipif(not TASKS.exists(), reason="counts what threads do by Linux's /proc")
