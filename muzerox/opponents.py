@@ -28,8 +28,11 @@ _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 
 _POWERS = 3 ** np.arange(9)
 
 
-def _tic_tac_toe_table() -> np.ndarray:
-    """[19683, 9] bool: the moves of perfect play by board, in base 3 (1 the mover's stones, 2 the other's)."""
+def perfect_tic_tac_toe() -> np.ndarray:
+    """[3**9, 9] bool, the moves of perfect play by board: none where a game has ended, or cannot get to.
+
+    A board is a number in base 3: cell i has digit i, 0 empty, 1 the mover's stone, 2 the other's.
+    """
     optimal = np.zeros((3**9, 9), bool)
 
     @cache
@@ -50,7 +53,7 @@ def _tic_tac_toe_table() -> np.ndarray:
 
 
 def _perfect_tic_tac_toe() -> Opponent:
-    table = jnp.asarray(_tic_tac_toe_table())
+    table = jnp.asarray(perfect_tic_tac_toe())
 
     def opponent(key: jax.Array, observation: jax.Array, legal: jax.Array) -> jax.Array:
         stones = observation.reshape((-1, 9, 2)).astype(jnp.int32)

@@ -42,8 +42,8 @@ def test_programs_of_roles_decide_what_those_of_all_threads_decide(threads: int)
 
     def program(device: jax.Device, own: int | None) -> tuple[Any, tuple]:
         programs = make_programs(config, env.spec, algorithm, *shardings, searching_apart=False, threads=own)
-        key, there = jax.device_put((jax.random.key(1), params), device)
-        return programs.choose, (key, np.uint32(3), there, observation, legal)
+        data, there = jax.device_put((jax.random.key_data(jax.random.key(1)), jax.tree.leaves(params)), device)
+        return programs.choose, (data, np.uint32(3), there, observation, legal)
 
     def choose(device: jax.Device, own: int | None) -> Any:
         function, arguments = program(device, own)
@@ -85,7 +85,8 @@ def test_the_learner_makes_the_targets_that_who_searches_would_make() -> None:
 
     assert by_learner.target is None
     assert by_search.target is not None
-    made = by_search.target(jax.random.key(2), np.uint32(0), learner().target_params, batch, reread)
+    target_leaves = jax.tree.leaves(learner().target_params)
+    made = by_search.target(jax.random.key_data(jax.random.key(2)), np.uint32(0), target_leaves, batch, reread)
     ours, learned = by_learner.learn(learner(), ((batch, None),) * 2, np.int32(2))
     theirs, also_learned = by_search.learn(learner(), (made,) * 2, np.int32(2))
     np.testing.assert_allclose(learned.priority, also_learned.priority, rtol=1e-4, atol=1e-5)
@@ -106,18 +107,19 @@ def test_a_search_on_one_thread_is_never_handed_to_it(env_id: str) -> None:
     assert own
     shardings = placement.learner_shardings([device])
     choose = make_programs(config, env.spec, algorithm, *shardings, searching_apart=False, threads=1).choose
-    key, params = jax.device_put((jax.random.key(1), algorithm.init(jax.random.key(0))), device)
+    leaves = jax.tree.leaves(algorithm.init(jax.random.key(0)))
+    data, leaves = jax.device_put((jax.random.key_data(jax.random.key(1)), leaves), device)
     observation = np.zeros((16, *env.spec.observation_shape), np.float32)
 
     def woken() -> int:
         text = [(task / "status").read_text() for task in own]
         return sum(int(line.split()[1]) for status in text for line in status.splitlines() if "voluntary_ctxt" in line)
 
-    jax.block_until_ready(choose(key, np.uint32(0), params, observation, None))
+    jax.block_until_ready(choose(data, np.uint32(0), leaves, observation, None))
     time.sleep(0.2)  # the thread that compiled goes to sleep
     asleep = woken()
     for number in range(50):
-        jax.block_until_ready(choose(key, np.uint32(number), params, observation, None))
+        jax.block_until_ready(choose(data, np.uint32(number), leaves, observation, None))
     assert woken() == asleep
 
 

@@ -297,17 +297,18 @@ def test_parameters_are_moved_once_and_only_if_they_lie_elsewhere() -> None:
     store = ParameterStore(meter)
     weights = np.arange(3, dtype=np.float32)
     store.publish(Published(1, {"w": weights}, {"w": -weights}))
-    version, params = store.pull(device)
+    version, leaves = store.pull(device)
     assert version == 1
-    assert params["w"].devices() == {device}
-    assert store.pull(device)[1] is params
-    np.testing.assert_array_equal(store.pull(device, target=True)[1]["w"], -weights)
+    assert [x.devices() for x in leaves] == [{device}]
+    assert store.pull(device)[1] is leaves
+    np.testing.assert_array_equal(store.pull(device, target=True)[1], [-weights])
     assert meter.take()["bytes_parameters"] == 2 * weights.nbytes
 
     there = placement.put({"w": weights + 1}, device)
     store.publish(Published(2, there, there))
-    assert store.pull(device) == (2, there)
-    assert store.pull(device)[1] is there
+    version, leaves = store.pull(device)
+    assert version == 2
+    assert leaves[0] is there["w"]
     assert "bytes_parameters" not in meter.take()
 
 
@@ -320,7 +321,7 @@ def test_who_has_asked_for_parameters_finds_the_next_ones_in_place() -> None:
     assert meter.take()["wait_parameters_get_count"] == 1
     store.publish(Published(2, {"w": weights + 1}, {"w": weights - 1}))
     assert meter.take() == {"bytes_parameters": weights.nbytes}  # by who published; nobody asked for target parameters
-    version, params = store.pull(device)
+    version, leaves = store.pull(device)
     assert version == 2
-    np.testing.assert_array_equal(params["w"], weights + 1)
+    np.testing.assert_array_equal(leaves, [weights + 1])
     assert meter.take() == {}

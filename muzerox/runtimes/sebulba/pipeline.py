@@ -50,7 +50,8 @@ def _shapes(config: Config, programs: Programs, key: jax.Array, learner: Learner
     gathered = jax.eval_shape(programs.gather, ring.storage, Sample(row, row, importance))
     batch = gathered[0], None
     if programs.target:
-        batch = jax.eval_shape(programs.target, key, np.uint32(0), learner.target_params, *gathered)
+        leaves = jax.tree.leaves(learner.target_params)
+        batch = jax.eval_shape(programs.target, jax.random.key_data(key), np.uint32(0), leaves, *gathered)
     # Where arguments lie is the program's business.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (learner, batch))
     return shapes[0], (shapes[1],) * config.runtime.loop_count, jax.ShapeDtypeStruct((), np.int32)

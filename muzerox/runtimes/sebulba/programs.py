@@ -31,11 +31,16 @@ class Learned(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """Jitted; each runs where its arguments lie."""
+    """Jitted; each runs where its arguments lie.
 
-    choose: Callable[..., Choice]  # (key, number, params, observation [E, ...], legal) -> Choice
+    What is called for every row or batch takes a key's data and the leaves of parameters: walking through nested dictionaries and
+    turning a key into an array takes as long as the rest of a call.
+    """
+
+    choose: Callable[..., Choice]  # (key data, number, leaves of params, observation [E, ...], legal) -> Choice
     gather: Callable[..., tuple[Batch, Any]]  # (storage, Sample) -> batch, what is to be searched again
-    target: Callable[..., tuple[Batch, Targets]] | None  # (key, number, target params, batch, reread); None: learn makes targets
+    # (key data, number, leaves of target params, batch, reread); None: learn makes targets
+    target: Callable[..., tuple[Batch, Targets]] | None
     learn: Callable[..., tuple[LearnerState, Learned]]  # (learner, N times (batch, targets), count); learner is donated
 
 
@@ -63,14 +68,18 @@ def make_programs(
     observation_bytes = math.prod(spec.observation_shape) * jnp.dtype(spec.observation_dtype).itemsize
     targets_apart = bool(config.reanalyzed) or searching_apart or observation_bytes > _CARRIED
 
-    def choose(key: jax.Array, number: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None) -> Choice:
-        return choose_action(apart(jax.random.fold_in)(key, number), params, observation, legal)
+    structure = jax.tree.structure(jax.eval_shape(algorithm.init, jax.random.key(0)))
+
+    def choose(data: jax.Array, number: jax.Array, leaves: list[jax.Array], observation: jax.Array, legal: Any) -> Choice:
+        key = apart(jax.random.fold_in)(jax.random.wrap_key_data(data), number)
+        return choose_action(key, jax.tree.unflatten(structure, leaves), observation, legal)
 
     def gather(storage: Transition, sample: Sample) -> tuple[Batch, Any]:
         return read_batch(config, spec, storage, sample)
 
-    def target(key: jax.Array, number: jax.Array, params: Params, batch: Batch, reread: Any) -> tuple[Batch, Targets]:
-        batch = reanalyze(jax.random.fold_in(key, number), algorithm, params, batch, reread)
+    def target(data: jax.Array, number: jax.Array, leaves: list[jax.Array], batch: Batch, reread: Any) -> tuple[Batch, Targets]:
+        key, params = jax.random.fold_in(jax.random.wrap_key_data(data), number), jax.tree.unflatten(structure, leaves)
+        batch = reanalyze(key, algorithm, params, batch, reread)
         targets = algorithm.targets(params, batch)
         # The learner needs neither: most of a batch's bytes stay where it was made.
         return batch.replace(bootstrap_observation=None, policy=None), targets

@@ -98,7 +98,8 @@ def play(shared: Shared, worker: Worker) -> None:
     num_envs, device = config.runtime.num_envs, shared.acting[index % len(shared.acting)]
     generation = shared.ring.begin(index)
     shared.limiter.begin(index, generation)
-    key = jax.device_put(jax.random.fold_in(jax.random.fold_in(shared.key, 0), index), device)
+    key = jax.random.fold_in(jax.random.fold_in(shared.key, 0), index)
+    data = jax.device_put(jax.random.key_data(key), device)
     # Other episodes after a failure, and after a run is resumed: what led to the failure is not met again at once.
     seed = np.random.SeedSequence([config.seed, index, generation, int(shared.ring.count[index])]).generate_state(1)[0]
     with worker.within(_START_SECONDS):
@@ -109,10 +110,10 @@ def play(shared: Shared, worker: Worker) -> None:
         score, length = np.zeros(num_envs, np.float64), np.zeros(num_envs, np.int64)
         number, row = int(shared.ring.count[index]), None
         while True:
-            version, params = shared.parameters.pull(device)
+            version, leaves = shared.parameters.pull(device)
             legal = now.legal if spec.has_legal else None
             called = time.perf_counter()
-            choosing = shared.programs.choose(key, np.uint32(number), params, now.observation, legal)
+            choosing = shared.programs.choose(data, np.uint32(number), leaves, now.observation, legal)
             called = time.perf_counter() - called  # the whole search, on devices that are not asynchronous
             if row is not None:  # written and counted while the search for the next one runs, where that is not called
                 shared.ring.write(index, generation, row, lambda: shared.limiter.commit(index))
@@ -185,7 +186,7 @@ class SearchBody:
         self._ready: Ready | None = None
         self._batch_bytes: int | None = None  # known once it has compiled
         self._device = shared.searching[index]
-        self._key = jax.device_put(jax.random.fold_in(shared.key, 1), self._device)
+        self._key_data = jax.device_put(jax.random.key_data(jax.random.fold_in(shared.key, 1)), self._device)
 
     def __call__(self, worker: Worker) -> None:
         shared = self._shared
@@ -211,10 +212,10 @@ class SearchBody:
         made: tuple[Batch, Targets | None] = batch, None
         on_device = isinstance(batch.action, jax.Array)  # NumPy arrays are taken by programs as they are
         if programs.target:
-            version, params = shared.parameters.pull(self._device, target=True)
+            version, leaves = shared.parameters.pull(self._device, target=True)
             if on_device:
                 batch, reread = placement.put((batch, reread), self._device)
-            made = programs.target(self._key, np.uint32(context.number), params, batch, reread)
+            made = programs.target(self._key_data, np.uint32(context.number), leaves, batch, reread)
         with shared.meter.wait("targets"):
             if programs.target or on_device:
                 made = jax.block_until_ready(placement.put(made, shared.batch_sharding))
