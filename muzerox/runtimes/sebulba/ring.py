@@ -87,7 +87,8 @@ class SharedRing:
         self._begun = self._count.copy()  # rows whose writing has begun
         self._generation = [0] * len(self._count)
         self._length, self._num_envs = len(self._priority), config.runtime.num_envs
-        self._row_priority = self._priority.reshape(self._length, len(self._count), -1).sum(-1)  # [C, W]
+        self._slots = self._priority.reshape(-1, self._num_envs)  # [C W, E], the same memory: a row of a worker is a slot
+        self._row_priority = self._slots.sum(-1).reshape(self._length, -1)  # [C, W]
         self.row_bytes = sum(x.nbytes // self._length for x in jax.tree.leaves(state.storage)) // len(self._count)
 
     @property
@@ -149,8 +150,7 @@ class SharedRing:
         if config.kind == "uniform":
             env = rng.integers(0, num_envs, batch_size)
             return Start(row, (worker * num_envs + env).astype(np.int32), np.ones(batch_size, np.float32))
-        columns = worker[:, None] * num_envs + np.arange(num_envs)
-        priority = self._priority[ring_row[:, None], columns]  # [B, E]
+        priority = self._slots[slot]  # [B, E]
         inner = np.cumsum(priority, axis=1, dtype=np.float64)
         rest = point - (cumulative[slot] - mass.reshape(-1)[slot])
         env = np.minimum((inner <= rest[:, None]).sum(1), num_envs - 1)
@@ -207,12 +207,11 @@ class SharedRing:
         worker = column // self._num_envs
         with self._host_lock:
             there = row >= self._count[worker] - self._length
-            slot, column, worker, raised = row[there] % self._length, column[there], worker[there], raised[there]
+            ring_row, column, worker, raised = row[there] % self._length, column[there], worker[there], raised[there]
             if not len(raised):
                 return
-            self._priority[slot, column] = raised
-            columns = worker[:, None] * self._num_envs + np.arange(self._num_envs)
-            self._row_priority[slot, worker] = self._priority[slot[:, None], columns].sum(1)
+            self._priority[ring_row, column] = raised
+            self._row_priority[ring_row, worker] = self._slots[ring_row * len(self._count) + worker].sum(1)
             self._max_priority = max(self._max_priority, float(raised[-1]))
 
     def snapshot(self) -> RingState:
