@@ -13,7 +13,7 @@ import muzerox
 from muzerox.agent import Agent
 from muzerox.errors import UserError
 from muzerox.evaluate import make_episodes
-from muzerox.opponents import random_opponent
+from muzerox.opponents import perfect_tic_tac_toe, random_opponent
 
 
 def test_an_agent_meets_the_agent_of_another_run(finished_game: Path) -> None:
@@ -47,6 +47,20 @@ def test_random_moves_of_a_whole_game_are_chance(finished_game: Path) -> None:
     returns = np.asarray(play(jax.random.key(0), agent.params).returns)
     first = np.concatenate([returns[::2], -returns[1::2]])
     assert [np.mean(first == r) for r in (1, 0, -1)] == pytest.approx([0.585, 0.127, 0.288], abs=0.03)
+
+
+def test_perfect_play_knows_every_position_and_misses_no_win() -> None:
+    table = perfect_tic_tac_toe()
+    assert table.any(axis=1).sum() == 4520  # of 5,478 a game can get to, those where it goes on
+
+    def moves(board: str) -> list[int]:
+        return np.flatnonzero(table[sum(".xo".index(stone) * 3**cell for cell, stone in enumerate(board))]).tolist()
+
+    assert moves("." * 9) == list(range(9))  # every opening draws
+    assert moves("xx.oo....") == [2]
+    assert moves("o........") == [4]  # a corner is answered in the middle
+    assert moves("o...x...o") == [1, 3, 5, 7]  # and two of them at an edge, or they fork
+    assert moves("xxxoo....") == []
 
 
 def test_who_cannot_be_met_is_said_in_one_line(finished_game: Path, finished_run: Path, tmp_path: Path) -> None:

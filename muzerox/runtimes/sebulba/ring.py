@@ -81,7 +81,7 @@ class SharedRing:
         # Draws take neither: at worst they see a priority that has just changed.
         self._rows_lock, self._host_lock = threading.Lock(), threading.Lock()
         self._rows = make_rows(state.storage, device)
-        self._priority = np.array(state.priority)
+        self._priority = np.array(state.priority, order="C")
         self._max_priority = float(state.max_priority)
         self._count = np.array(state.count, np.int64)
         self._begun = self._count.copy()  # rows whose writing has begun
