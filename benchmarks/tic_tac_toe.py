@@ -34,15 +34,18 @@ def mistakes(agent: muzerox.Agent) -> dict[str, int]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the preset")
     args = parser.parse_args()
     use_device(args.device)
     import muzerox
+    from muzerox.config_io import parse_assignment
 
+    changes = dict(parse_assignment(item) for item in args.set)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seeds):
             out = Path(folder) / str(seed)
-            config = muzerox.Config.preset("pgx:tic_tac_toe").replace("seed", seed)
+            config = muzerox.Config.preset("pgx:tic_tac_toe").replace({**changes, "seed": seed})
             result = muzerox.train(config, out)
             games = {"random": 1000, "perfect": 400}
             met = {
@@ -59,7 +62,7 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-    finish("tic_tac_toe", {"seeds": rows}, record=args.record)
+    finish("tic_tac_toe", {"changes": args.set, "seeds": rows}, record=args.record)
 
 
 if __name__ == "__main__":

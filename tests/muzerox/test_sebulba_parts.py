@@ -308,7 +308,8 @@ def test_parameters_are_moved_once_and_only_if_they_lie_elsewhere() -> None:
     store.publish(Published(2, there, there))
     version, leaves = store.pull(device)
     assert version == 2
-    assert leaves[0] is there["w"]
+    assert [x is there["w"] for x in leaves] == [True]
+    assert store.pull(device)[1] is leaves
     assert "bytes_parameters" not in meter.take()
 
 
