@@ -19,7 +19,7 @@ import mctx
 import numpy as np
 
 from muzerox.search.engine import Select, SelectRoot
-from muzerox.search.tree import WRITTEN_OUT, Node, action_axis, each, extremes, largest, total, turned
+from muzerox.search.tree import Node, action_axis, each, extremes, largest, total, turned, written_out
 
 QTransform = Callable[[Any, Any], jax.Array]
 _TIE_BREAK = 1e-7
@@ -207,7 +207,7 @@ def masked(score: jax.Array, invalid: jax.Array | None, axis: int) -> jax.Array:
     if invalid is not None:
         score = jnp.where(invalid, -jnp.inf, score)
     last = score.shape[axis] - 1
-    if last < WRITTEN_OUT:
+    if written_out(score, axis):
         first, *others = each(score, axis)
         best, found = first, jnp.zeros(first.shape, jnp.int32)
         for action, other in enumerate(others, 1):
