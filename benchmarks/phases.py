@@ -1,10 +1,11 @@
 """Whether training in phases ends sooner where costs change on the way, and no later where they do not.
 
-The simulator (``simulators/regimes.py``) has its episodes grow tenfold on the way, and what a step costs a hundredfold; what it
-computes holds Python's lock. Configurations of the knobs that a resume may change are measured before the change, in
-alternation: the best of them is what both trainings start with, one followed from phase to phase, the other left alone. They
-alternate, with the change and without it (half the steps), --rounds times; medians are reported. Programs, the annealer's too,
-are compiled before anything is timed.
+Of three kinds: ``change``, a simulator (``simulators/regimes.py``) whose episodes grow tenfold on the way, and what a step costs
+a hundredfold, computed with Python's lock held; ``none``, the same simulator left as it is, half the steps; ``deeper``, searches
+that double their simulations on the way (``search.final_simulations``). Configurations of the knobs that a resume may change are
+measured as the training begins, in alternation: the best of them is what both trainings start with, one followed from phase to
+phase, the other left alone. All alternate, --rounds times; medians are reported. Programs, the annealer's too, are compiled
+before anything is timed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import finish, make_parser, use_device
 
-ENV = "gymnasium:regimes:Growing-v0"
-SETTINGS = {
+
+class Setting(NamedTuple):
+    """What is trained."""
+
+    env: str
+    changes: dict[str, Any]  # to its preset
+    static: dict[str, tuple[Any, ...]]  # what is measured as it begins: every combination
+    steps: int
+
+
+_ONCE = {"train.eval_period": 1_000_000_000, "train.eval_episodes": 2, "train.target_return": None}  # evaluated at the end
+GROWING = {
     "network.width": 32,
     "search.num_simulations": 4,
     "replay.capacity": 65_536,
@@ -33,38 +44,43 @@ SETTINGS = {
     "runtime.loop_count": 8,
     "train.batch_size": 64,
     "train.replay_ratio": 2.0,
-    "train.eval_period": 1_000_000_000,  # once, at the end
-    "train.eval_episodes": 2,
+    **_ONCE,
 }
-# What is measured before the change: every combination.
-STATIC: dict[str, tuple[Any, ...]] = {"runtime.step_in": ("thread", "process"), "runtime.role_threads": (0, 1)}
+DEEPENING = {
+    "network.width": 256,
+    "search.num_simulations": 2,
+    "search.final_simulations": 64,
+    "runtime.num_envs": 64,
+    "runtime.selfplay_workers": 1,
+    "train.batch_size": 64,
+    "train.replay_ratio": 1.0,
+    **_ONCE,
+}
+SETTINGS = {
+    "change": Setting(
+        "gymnasium:regimes:Growing-v0",
+        GROWING,
+        {"runtime.step_in": ("thread", "process"), "runtime.role_threads": (0, 1)},
+        175_000,
+    ),
+    "deeper": Setting("gymnasium:CartPole-v1", DEEPENING, {"runtime.role_threads": (0, 1), "search.split": (1, 2)}, 175_000),
+}
+SETTINGS["none"] = SETTINGS["change"]._replace(steps=SETTINGS["change"].steps // 2)
 
 
-def configurations(steps: int) -> list[Any]:
-    """The static ones, the first of them as given."""
+def best_static(setting: Setting, hardware: Any, rounds: int) -> tuple[Any, dict[str, float]]:
+    """The fastest as the training begins, and steps/s of each."""
     from muzerox import Config
     from tuner.bridge import concrete
-
-    base = Config.preset(ENV).replace({**SETTINGS, "train.max_env_steps": steps})
-    combinations = itertools.product(*STATIC.values())
-    return [concrete(base.replace(dict(zip(STATIC, values, strict=True))), "cpu") for values in combinations]
-
-
-def best_static(hardware: Any, steps: int, rounds: int) -> tuple[Any, dict[str, float]]:
-    """The fastest before the change, and steps/s of each."""
     from tuner.measure import measure_in_alternation
 
-    candidates = configurations(steps)
+    base = Config.preset(setting.env).replace({**setting.changes, "train.max_env_steps": setting.steps})
+    combinations = [dict(zip(setting.static, values, strict=True)) for values in itertools.product(*setting.static.values())]
+    candidates = [concrete(base.replace(changes), "cpu") for changes in combinations]
     found = measure_in_alternation(candidates, hardware=hardware, rounds=rounds)
-    rates = {_name(config): round(one.env_steps_per_second or 0.0, 1) for config, one in zip(candidates, found, strict=True)}
-    fastest = max(range(len(found)), key=lambda i: found[i].env_steps_per_second or 0.0)
-    return candidates[fastest], rates
-
-
-def _name(config: Any) -> str:
-    from tuner.bridge import get
-
-    return " ".join(f"{path.rpartition('.')[2]}={get(config, path)}" for path in STATIC)
+    rates = [round(one.env_steps_per_second or 0.0, 1) for one in found]
+    names = [" ".join(f"{path.rpartition('.')[2]}={value}" for path, value in changes.items()) for changes in combinations]
+    return candidates[rates.index(max(rates))], dict(zip(names, rates, strict=True))
 
 
 def compile_annealer(config: Any, hardware: Any) -> None:
@@ -81,7 +97,7 @@ def compile_annealer(config: Any, hardware: Any) -> None:
     enable_cache()
     space = resumable_space(config, hardware.platform)
     proposer = Proposer(space, hardware, RuntimePredictor.pretrained(), jax.random.key(0), 0.0)
-    proposer.learn([(space.start, measured(space, space.start, Level(1e-4, (1.0,) * 3, 1.0, 1.0), hardware))])
+    proposer.learn([(space.start, measured(space, space.start, Level(1e-4, (1.0,) * 3, 1.0, 1.0, 1), hardware))])
     proposer.propose(1)
 
 
@@ -112,10 +128,9 @@ def train(config: Any, hardware: Any, folder: Path, *, phased: bool, change: int
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=175_000, help="environment steps of a training (default 175000)")
     parser.add_argument("--rounds", type=int, default=1, help="trainings of each kind (default 1)")
     parser.add_argument("--bursts", type=int, default=5, help="rounds of bursts that the static configurations are measured in")
-    parser.add_argument("--only", choices=("change", "none"), help="only with the change, or only without it")
+    parser.add_argument("--only", choices=("change", "none", "deeper"), action="append", help="only this kind; repeatable")
     args = parser.parse_args()
     use_device(args.device or "cpu")
     place = str(Path(__file__).resolve().parent / "simulators")
@@ -126,35 +141,39 @@ def main() -> None:
 
     from tuner.fingerprint import fingerprint
 
-    hardware = fingerprint()
-    config, rates = best_static(hardware, args.steps, args.bursts)
-    print(f"before the change: {json.dumps(rates)}; the trainings start with {_name(config)}", file=sys.stderr, flush=True)
-    compile_annealer(config, hardware)
-    kinds = {"change": args.steps * 3 // 7, "none": 0}
-    if args.only:
-        kinds = {args.only: kinds[args.only]}
+    hardware, kinds = fingerprint(), args.only or ["change", "none", "deeper"]
+    chosen: dict[str, Any] = {}
+    static: dict[str, dict[str, float]] = {}
+    for kind in kinds:
+        setting = SETTINGS[kind]
+        alike = [other for other in chosen if SETTINGS[other].changes == setting.changes]
+        if alike:  # measured already
+            chosen[kind], static[kind] = chosen[alike[0]].replace("train.max_env_steps", setting.steps), static[alike[0]]
+            continue
+        chosen[kind], static[kind] = best_static(setting, hardware, args.bursts)
+        print(f"{kind}: as it begins {json.dumps(static[kind])}", file=sys.stderr, flush=True)
+        compile_annealer(chosen[kind], hardware)
     runs: dict[str, list[dict[str, Any]]] = {f"{kind}, {how}": [] for kind in kinds for how in ("static", "phases")}
     with tempfile.TemporaryDirectory() as folder:
         for number, kind in itertools.product(range(args.rounds), kinds):
             for how in ("static", "phases") if number % 2 == 0 else ("phases", "static"):
                 place = Path(folder) / f"{kind}-{how}-{number}"
-                steps = args.steps if kind == "change" else args.steps // 2
-                changed = config.replace("train.max_env_steps", steps)
-                found = train(changed, hardware, place, phased=how == "phases", change=kinds[kind])
+                change = SETTINGS[kind].steps * 3 // 7 if kind == "change" else 0
+                found = train(chosen[kind], hardware, place, phased=how == "phases", change=change)
                 runs[f"{kind}, {how}"].append(found)
                 print(f"{kind}, {how}: {json.dumps(found)}", file=sys.stderr, flush=True)
     medians = {name: statistics.median(run["seconds"] for run in found) for name, found in runs.items()}
     ratios = {kind: round(medians[f"{kind}, phases"] / medians[f"{kind}, static"], 3) for kind in kinds}
     table = Table(title="seconds of a training, process start to end", title_style="italic")
-    for title in ("costs", "static", "phases", "phases / static", "switches"):
+    for title in ("kind", "static", "phases", "phases / static", "switches"):
         table.add_column(title, justify="right")
     for kind in kinds:
         verdicts = ", ".join(s["verdict"] for run in runs[f"{kind}, phases"] for s in run["switches"]) or "none"
         shown = (f"{medians[f'{kind}, {how}']:.1f}" for how in ("static", "phases"))
-        table.add_row({"change": "change", "none": "stay"}[kind], *shown, f"{ratios[kind]:.3f}", verdicts)
+        table.add_row(kind, *shown, f"{ratios[kind]:.3f}", verdicts)
     Console(stderr=True, width=120).print(table)
-    figures = {"env": ENV, "settings": SETTINGS, "steps": args.steps, "rounds": args.rounds, "static": rates}
-    finish("phases", {**figures, "chosen": _name(config), "runs": runs, "seconds": medians, "ratio": ratios}, record=args.record)
+    figures = {"settings": {kind: SETTINGS[kind]._asdict() for kind in kinds}, "rounds": args.rounds, "static": static}
+    finish("phases", {**figures, "runs": runs, "seconds": medians, "ratio": ratios}, record=args.record)
 
 
 if __name__ == "__main__":

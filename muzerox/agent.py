@@ -43,7 +43,7 @@ class Agent:
 
     @staticmethod
     def load(path: str | Path, *, precision: str | None = None) -> Agent:
-        """The agent of a run directory, from its newest checkpoint.
+        """The agent of a run directory, from its newest checkpoint, with searches as deep as they become in its training.
 
         Args:
           precision: a level of ``muzerox.precision.POLICIES``; by default the level it was trained at.
@@ -54,6 +54,7 @@ class Agent:
         """
         run = RunDir(path)
         config = run.load_config()
+        config = config.searching(config.deepenings[-1][1])
         if precision is not None:
             config = config.replace({"precision.level": precision, "precision.loss_scale": "auto"})
         env = make_env(config.env)

@@ -77,6 +77,10 @@ class Config(Section):
             times = "" if sebulba else f" times runtime.num_devices ({devices})"
             rule = f"runtime.num_envs ({envs}) must be a multiple of it{times}"
             raise ConfigError("search.split", self.search.split, rule, math.gcd(self.search.split, envs // parts))
+        simulations, final = self.search.num_simulations, self.search.final_simulations
+        if final is not None and final < simulations:
+            rule = f"must be at least search.num_simulations ({simulations}): searches deepen"
+            raise ConfigError("search.final_simulations", final, rule, simulations)
         threads, cores = self.runtime.role_threads, self.allocation.cores
         if sebulba and cores is not None and threads > cores:
             raise ConfigError("runtime.role_threads", threads, f"must not exceed allocation.cores ({cores})", cores)
@@ -108,6 +112,23 @@ class Config(Section):
     def reanalyzed(self) -> int:
         """Sequences of a batch that are searched again."""
         return round(self.train.reanalyze_fraction * self.train.batch_size)
+
+    @property
+    def deepenings(self) -> tuple[tuple[int, int], ...]:
+        """From which environment step on a search makes how many simulations; the first from step 0.
+
+        Progressive simulation (Wu et al., arXiv:2310.11305), by doubling: while the network knows little, a deep search of it
+        tells little more than a shallow one.
+        """
+        simulations = [self.search.num_simulations]
+        while simulations[-1] < (self.search.final_simulations or 0):
+            simulations.append(min(2 * simulations[-1], self.search.final_simulations or 0))
+        share = Fraction(self.train.max_env_steps, len(simulations))
+        return tuple((math.ceil(number * share), count) for number, count in enumerate(simulations))
+
+    def searching(self, simulations: int) -> Config:
+        """The part of a training whose searches make so many simulations, as a configuration of its own."""
+        return self.replace({"search.num_simulations": simulations, "search.final_simulations": None})
 
     def replace(self, path: str | Mapping[str, Any], value: Any = None) -> Config:
         """A copy with one dotted path, or a mapping of them, changed together.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from typing import IO, Any
@@ -22,13 +21,13 @@ class Reporter:
 
     Args:
       quiet: no progress on stderr.
-      start: environment steps already done, so that the rate counts this process's only.
+      start: environment steps already done.
     """
 
     def __init__(self, run: RunDir, config: Config, *, quiet: bool, start: int):
         from tensorboardX import SummaryWriter
 
-        self._run, self._start = run, start
+        self._run, self._simulations = run, config.search.num_simulations
         self._file: IO[str] = open(run.metrics_file, "a", encoding="utf-8")
         self._board = SummaryWriter(str(run.tensorboard))
         self._console = Console(stderr=True, quiet=quiet)
@@ -61,27 +60,32 @@ class Reporter:
         """One line on stderr."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
-    def training(self, report: Report, seconds: float, train_seconds: float) -> None:
+    def deepened(self, simulations: int) -> None:
+        """What is reported from now on is of searches with so many simulations."""
+        self._simulations = simulations
+        self.say(f"from now on: {simulations:,} simulations a search")
+
+    def training(self, report: Report, seconds: float, env_steps: int, train_seconds: float) -> None:
         """A training report.
 
         Args:
           seconds: wall seconds since the start of this process's training.
-          train_seconds: those spent acting and learning; infinite before the second dispatch, as the first compiles.
+          env_steps: made in ``train_seconds``.
+          train_seconds: of ``seconds``, those spent acting and learning, but for dispatches that compiled; 0 before the second.
         """
-        if not math.isfinite(train_seconds):
-            self._start = report.env_steps  # what was made while compiling is of no rate
-        steps_per_second = (report.env_steps - self._start) / max(train_seconds, 1e-9)
+        steps_per_second = env_steps / max(train_seconds, 1e-9)
         row: dict[str, Any] = {
             "kind": "train",
             "env_steps": report.env_steps,
             "updates": report.updates,
             "seconds": round(seconds, 3),
             "episodes": report.episodes,
+            "num_simulations": self._simulations,
             "skipped_updates": report.skipped_updates,
             **report.metrics,
             **{name: round(value, 6) for name, value in report.pipeline.items()},
         }
-        if math.isfinite(train_seconds):
+        if train_seconds:
             row["env_steps_per_second"] = round(steps_per_second, 1)
             row["train_seconds"] = round(train_seconds, 4)  # of this process, acting and learning: rows tell what lies between
         if report.mean_return is not None:
@@ -89,7 +93,7 @@ class Reporter:
         self._write(row)
         result = f"return {report.mean_return:.1f}" if report.mean_return is not None else ""
         # The first dispatch compiles and counts as no time of training: it has no rate.
-        rate = f"{steps_per_second:,.0f} steps/s" if math.isfinite(train_seconds) else "compiled"
+        rate = f"{steps_per_second:,.0f} steps/s" if train_seconds else "compiled"
         self._progress.update(self._task, completed=report.env_steps, rate=rate, result=result)
         if self._progress.disable and seconds - self._last_line >= 10.0:  # no terminal: a line now and then
             self._last_line = seconds

@@ -93,6 +93,12 @@ class RunDir:
             raise CheckpointError(str(self.result_file), None, "is not a JSON object; delete it to resume the run")
         return result
 
+    def last_saved(self) -> int:
+        """Updates of the newest checkpoint; 0 where there is none."""
+        if not self.checkpoints.is_dir():
+            return 0
+        return max((int(path.name) for path in self.checkpoints.iterdir() if path.name.isdigit()), default=0)
+
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl; a last line cut short by a kill is left out."""
         if not self.metrics_file.exists():

@@ -106,6 +106,14 @@ class SearchConfig(Section):
         choices=("auto", "mctx", "fused"),
     )
     num_simulations: int = knob(16, "simulations of a search", unit="simulations", low=1, high=10_000)
+    final_simulations: int | None = knob(
+        None,
+        "simulations of a search at the end of training: doubled on the way, in equal shares of max_env_steps; "
+        "absent: num_simulations all along",
+        unit="simulations",
+        low=1,
+        high=10_000,
+    )
     split: int = knob(
         1,
         "parts a batch of roots is searched in, one after the other, as far as they divide it: smaller trees stay in cache",

@@ -28,9 +28,9 @@ from muzerox.live import LiveKnobs
 from muzerox.precision import overflows_in_a_row, resolve
 from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
-from muzerox.runtimes import make_runtime, resolve_kind
+from muzerox.runtimes import deepenings, make_runtime, resolve_kind
 from muzerox.timing import PhaseClock, PipelineTotals, seconds_since_process_start
-from muzerox.types import Environment, HostEnvironment, Params, Runtime
+from muzerox.types import Environment, HostEnvironment, Params
 
 # What may change when a run is resumed: how long it goes on, how it is watched, what it is given, and by which of several ways
 # the same is computed. None touches what a checkpoint holds; engine and split of the search add up in another order.
@@ -132,20 +132,35 @@ def resume(path: str | Path, *, changes: Mapping[str, Any] | None = None, quiet:
             raise ConfigError(name, None, f"cannot change when a run is resumed; what can: {', '.join(RESUMABLE)}")
     config = config.replace(changes or {})
     with allocation.applied(config.allocation):
-        return _Session(config, run).go(quiet=quiet, changed=bool(changes))
+        return _Session(config, run, run.last_saved()).go(quiet=quiet, changed=bool(changes))
 
 
 class _Session:
-    """One process's share of a run. Building it touches no disk."""
+    """One process's share of a run, after so many ``updates``. Building it touches no disk."""
 
-    def __init__(self, config: Config, run: RunDir):
+    def __init__(self, config: Config, run: RunDir, updates: int = 0):
         enable_cache()
         self.run, self.clock = run, PhaseClock()
         with self.clock.phase("build"):
             self.env: Environment | HostEnvironment = make_env(config.env)
-            self.config = config = resolve_kind(config, self.env)
-            self.algorithm = make_algorithm(config, self.env.spec)
-            self.runtime = make_runtime(config, self.env, self.algorithm)
+            self.config = resolve_kind(config, self.env)
+            self.deepenings = deepenings(self.config)
+            self._build(updates)
+
+    def _build(self, updates: int) -> None:
+        """What trains after so many updates, with searches as deep as they are then."""
+        self.simulations = self._simulations_after(updates)
+        config = self.config.searching(self.simulations)
+        self.algorithm = make_algorithm(config, self.env.spec)
+        self.runtime = make_runtime(config, self.env, self.algorithm)
+        vars(self).pop("evaluate", None)
+
+    def close(self) -> None:
+        """Ends threads and environments."""
+        self.runtime.close()
+
+    def _simulations_after(self, updates: int) -> int:
+        return [simulations for first, simulations in self.deepenings if first <= updates][-1]
 
     @cached_property
     def evaluate(self) -> Callable[[int, Params], Evaluation]:
@@ -155,9 +170,9 @@ class _Session:
     def go(self, *, quiet: bool, changed: bool = False) -> TrainResult:
         """Restores or initialises, then trains to the end. ``changed``: the configuration on disk is to be replaced."""
         with (
-            contextlib.closing(self.runtime),
+            contextlib.closing(self),
             self.run.lock(),
-            _stop_signals(self.runtime) as stopped,
+            _stop_signals(lambda: self.runtime.interrupt()) as stopped,
             _out_of_memory(),
         ):
             with self.clock.phase("restore"):
@@ -189,6 +204,15 @@ class _Session:
             earliest += 1
         return earliest
 
+    def _deepen(self, state: Any, updates: int, reporter: Reporter) -> Any:
+        """The state, in another runtime that makes more simulations: as if it had been saved, and restored."""
+        with self.clock.phase("build"):
+            state = self.runtime.snapshot(state)
+            self.runtime.close()
+            self._build(updates)
+        reporter.deepened(self.simulations)
+        return state
+
     def _take(self, live: LiveKnobs, reporter: Reporter) -> int | None:
         """The loop count from now on, when a change was asked for."""
         config = live.poll()
@@ -201,7 +225,8 @@ class _Session:
         self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter, stopped: Callable[[], bool]
     ) -> TrainResult:
         train, clock = self.config.train, self.clock
-        env_steps, first_steps, first_updates, first_seconds = start, start, updates, None
+        env_steps, first_seconds = start, None
+        compiled, timed_steps, timed_updates = False, 0, 0  # timed: what dispatches made that did not compile
         evaluation: Evaluation | None = None
         finished, skipped = False, 0  # updates in a row that were skipped
         last = self.runtime.updates_at(train.max_env_steps)
@@ -216,28 +241,31 @@ class _Session:
                 loop_count = self._take(live, reporter) or loop_count
             except ConfigError as error:
                 reporter.say(f"not taken: {error}")
+            if self._simulations_after(updates) != self.simulations:
+                state, compiled = self._deepen(state, updates, reporter), False
             # How updates are portioned out changes nothing that is learnt: no dispatch is so long that reports and signals
             # have to wait for it, and evaluations come when they are due, however fast the machine is.
             evaluation_due = self.runtime.updates_at(next_evaluation * train.eval_period)
-            due = min(evaluation_due, last) - updates
+            deepening_due = min((first for first, _ in self.deepenings if first > updates), default=last)
+            due = min(evaluation_due, deepening_due, last) - updates
             portion = max(1, min(due, math.floor(_REPORT_SECONDS / seconds_an_update)))
             n, count = (portion // loop_count, loop_count) if portion >= loop_count else (1, portion)
             done = updates >= last  # only when a finished run was resumed
             if not done:
                 before = time.perf_counter()
-                with clock.phase("train" if first_seconds else "first dispatch"):
+                with clock.phase("train" if compiled else "first dispatch"):
                     state, report = self.runtime.run(state, n, count)
-                if first_seconds is None:
-                    first_seconds = seconds_since_process_start()
-                    first_steps, first_updates = report.env_steps, report.updates  # made while compiling: of no rate
-                    _ = self.evaluate  # compiles beside training from now on: earlier it would have taken a core from it
-                else:
-                    seconds_an_update = (time.perf_counter() - before) / (n * count)
                 made = report.updates - updates  # none when a signal came first
+                if compiled:
+                    seconds_an_update = (time.perf_counter() - before) / (n * count)
+                    timed_steps, timed_updates = timed_steps + report.env_steps - env_steps, timed_updates + made
+                else:
+                    compiled, first_seconds = True, first_seconds or seconds_since_process_start()
+                    _ = self.evaluate  # compiles beside training from now on: earlier it would have taken a core from it
                 env_steps, updates = report.env_steps, report.updates
                 totals.add(report.pipeline)
                 if made:
-                    reporter.training(report, clock.total, clock.seconds.get("train", math.inf))
+                    reporter.training(report, clock.total, timed_steps, clock.seconds.get("train", 0.0))
                 skipped = 0 if report.metrics else skipped + report.skipped_updates
                 _check_progress(self.config, skipped)
                 done = updates >= last
@@ -273,8 +301,8 @@ class _Session:
             std_return=evaluation.std_return if evaluation else None,
             episodes=evaluation.episodes if evaluation else None,
             seconds=seconds_since_process_start(),
-            env_steps_per_second=(env_steps - first_steps) / trained if trained else 0.0,
-            updates_per_second=(updates - first_updates) / trained if trained else 0.0,
+            env_steps_per_second=timed_steps / trained if trained else 0.0,
+            updates_per_second=timed_updates / trained if trained else 0.0,
             first_update_seconds=first_seconds,
             phases={k: round(v, 3) for k, v in clock.seconds.items()},
             peak_memory_gib=round(usage.peak_bytes() / 2**30, 3) or None,
@@ -340,8 +368,8 @@ def _out_of_memory() -> Iterator[None]:
 
 
 @contextmanager
-def _stop_signals(runtime: Runtime) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C, SIGTERM and SIGUSR1 ask the loop to save and stop, and interrupt ``runtime``.
+def _stop_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C, SIGTERM and SIGUSR1 ask the loop to save and stop, and call ``interrupt``.
 
     A second Ctrl-C or SIGTERM acts at once. SIGUSR1 is what schedulers send ahead of the end, and what tells a training that
     whoever followed it is gone: once for each thread of that process, so that a second one means nothing.
@@ -353,7 +381,7 @@ def _stop_signals(runtime: Runtime) -> Iterator[Callable[[], bool]]:
         received.append(number)
         if number != signal.SIGUSR1:
             signal.signal(number, previous[number])
-        runtime.interrupt()
+        interrupt()
 
     try:
         for number in (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGUSR1)):

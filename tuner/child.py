@@ -66,13 +66,6 @@ class Child:
         return self._stdout.read().decode(errors="replace")
 
 
-def last_saved(run: RunDir) -> int:
-    """Updates of the newest checkpoint; 0 where there is none."""
-    if not run.checkpoints.is_dir():
-        return 0
-    return max((int(path.name) for path in run.checkpoints.iterdir() if path.name.isdigit()), default=0)
-
-
 class Follower:
     """The reports of a run's newest process, from metrics.jsonl, while they are written."""
 
@@ -86,7 +79,7 @@ class Follower:
         """Another process will go on with the run. Call it while none is at work on it."""
         exists = self._run.metrics_file.exists()
         self._replaced = self._run.metrics_file.stat().st_ino if exists else None
-        self._after, self._before, self._offset, self._rest = last_saved(self._run), None, 0, b""
+        self._after, self._before, self._offset, self._rest = self._run.last_saved(), None, 0, b""
 
     def read(self, config: Config) -> list[phases.Report]:
         """What was reported since the last call."""

@@ -91,6 +91,10 @@ def tune(
         if goal.energy and (why := no_energy(hardware.platform)):
             raise UserError("objective", goal.name, f"energy cannot be read on this machine: {why}", "cost")
         start = goal.bounded(concrete(config, hardware.platform))
+        if start.search.final_simulations is not None:
+            progress.say(
+                f"tuned for searches of {start.search.num_simulations} simulations; train --tune looks again as they deepen"
+            )
         folder.create(start)
         progress.enter(folder.lock())
         space = space_around(start, effect, hardware.platform, goal.max_cores)

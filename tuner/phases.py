@@ -45,6 +45,7 @@ class Report(NamedTuple):
     mean_return: float  # of those; NaN where none ended
     mean_length: float  # steps; NaN likewise
     fill: float  # of the replay's capacity, at most 1
+    simulations: int  # of a search
     cores_busy: float  # NaN where nobody tells
 
 
@@ -55,6 +56,7 @@ class Level(NamedTuple):
     clocks: tuple[float, ...]
     mean_length: float  # over all its episodes; NaN of fewer than MIN_EPISODES
     fill: float  # at its end
+    simulations: int  # likewise
 
 
 class Block(NamedTuple):
@@ -65,7 +67,7 @@ class Block(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """Why a phase ends: ``kind`` is a stage, ``speed``, ``prediction`` or ``return``."""
+    """Why a phase ends: ``kind`` is a stage, ``search``, ``speed``, ``prediction`` or ``return``."""
 
     kind: str
     text: str  # for people
@@ -77,7 +79,8 @@ class State(NamedTuple):
     """What was seen of the phase so far. ``expected`` seconds an environment step; NaN where nobody foretold any."""
 
     expected: float = math.nan
-    settled: float = 0.0  # seconds of this process that were left out
+    simulations: int = 0  # of a search, by the last report
+    settled: float = 0.0  # seconds of this process, since searches deepened, that were left out
     reports: tuple[Report, ...] = ()  # towards the reference, then the window
     reference: Level | None = None
     blocks: tuple[Block, ...] = ()
@@ -116,6 +119,7 @@ def read(row: Mapping[str, Any], before: Mapping[str, Any], *, steps_an_update: 
         mean_return=row.get("mean_return", math.nan),
         mean_length=row.get("mean_length", math.nan),
         fill=min(1.0, row["env_steps"] / capacity),
+        simulations=row["num_simulations"],
         cores_busy=sum(busy) / seconds if busy else math.nan,
     )
 
@@ -130,6 +134,7 @@ def level(reports: Sequence[Report]) -> Level:
         clocks=tuple(statistics.median(column) if column else math.nan for column in clocks),
         mean_length=sum(n * length for n, length in episodes) / count if count >= MIN_EPISODES else math.nan,
         fill=reports[-1].fill,
+        simulations=reports[-1].simulations,
     )
 
 
@@ -139,6 +144,11 @@ def watch(state: State, report: Report) -> tuple[State, Reason | None]:
     After a reason that is no ``return`` the state begins a new phase, whose reference is yet to be seen.
     """
     state = _count_returns(state, report)
+    if report.simulations != state.simulations:
+        if state.simulations and state.reference is None:  # searches have deepened before it was seen what a phase costs
+            nothing = Level(math.nan, (math.nan,) * len(STAGES), math.nan, report.fill, state.simulations)
+            state = state._replace(reference=nothing)
+        state = state._replace(simulations=report.simulations, settled=0.0, reports=())
     if state.settled < SETTLE_SECONDS:
         return state._replace(settled=state.settled + report.seconds), None
     state = state._replace(reports=(*state.reports, report))
@@ -161,8 +171,7 @@ def watch(state: State, report: Report) -> tuple[State, Reason | None]:
     now = level(state.reports)
     reason = _changed(reference, now, thirds)
     if reason is not None:
-        fresh = State(blocks=state.blocks, reports_a_block=state.reports_a_block, in_block=state.in_block, flat=state.flat)
-        return fresh._replace(settled=SETTLE_SECONDS), reason
+        return fresh(state)._replace(settled=SETTLE_SECONDS), reason
     slowest = max(third.seconds_per_env_step for third in thirds)
     if QUICKER * slowest < reference.seconds_per_env_step:  # the machine is quicker than it was: so fast this can be
         state = state._replace(reference=reference._replace(seconds_per_env_step=slowest))
@@ -170,6 +179,18 @@ def watch(state: State, report: Report) -> tuple[State, Reason | None]:
         state = state._replace(flat=True)
         return state, Reason("return", "the return has become flat", now, now)
     return state, None
+
+
+def fresh(state: State, expected: float = math.nan) -> State:
+    """A phase that begins: all that is kept is the course of the return, and how deep searches are."""
+    return State(
+        expected=expected,
+        simulations=state.simulations,
+        blocks=state.blocks,
+        reports_a_block=state.reports_a_block,
+        in_block=state.in_block,
+        flat=state.flat,
+    )
 
 
 def _enough(reports: Sequence[Report], seconds: float, count: int) -> bool:
@@ -182,7 +203,11 @@ def _thirds(reports: Sequence[Report]) -> list[Sequence[Report]]:
 
 
 def _changed(before: Level, now: Level, thirds: Sequence[Level]) -> Reason | None:
-    """The reason that every third of a window agrees on."""
+    """The reason that every third of a window agrees on; that searches have deepened is known, and needs no evidence."""
+    if now.simulations != before.simulations:
+        ratio = now.seconds_per_env_step / before.seconds_per_env_step
+        cost = "" if math.isnan(ratio) else f"; steps cost {ratio:.1f} times the seconds"
+        return Reason("search", f"a search makes {now.simulations} simulations, it made {before.simulations}{cost}", before, now)
     slower = min(third.seconds_per_env_step for third in thirds) / before.seconds_per_env_step
     beside = [_deviations(before, third) for third in thirds]
     # Where one of three stages takes longer, the others seem shorter beside it: the largest deviation is the one that is told.

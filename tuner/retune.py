@@ -177,8 +177,13 @@ class _Phases:
             self.last = found[-1]
         return found
 
+    @property
+    def _now(self) -> Config:
+        """The configuration, with searches as deep as they are by now."""
+        return self.config.searching(self.last.simulations) if self.last else self.config
+
     def _seconds_left(self, seconds_per_env_step: float) -> float:
-        """Of the training, at this pace."""
+        """Of the training, at this pace; more where searches are yet to deepen."""
         assert self.last is not None
         train = self.config.train
         return phases.steps_left(self.last.env_steps, train.max_env_steps, train.target_return) * seconds_per_env_step
@@ -199,15 +204,12 @@ class _Phases:
             return
         seconds = self._anneal(reason)
         if seconds is not None:
-            keep = self.state
-            self.state = phases.State(
-                expected=seconds, blocks=keep.blocks, reports_a_block=keep.reports_a_block, in_block=keep.in_block, flat=keep.flat
-            )
+            self.state = phases.fresh(self.state, expected=seconds)
 
     def _anneal(self, reason: Reason) -> float | None:
         """Tries what the predictor, with history and the training itself in mind, thinks is best. Seconds a step at the end."""
         enable_cache()
-        space = resumable_space(self.config, self.hardware.platform, self.host_step_more)
+        space = resumable_space(self._now, self.hardware.platform, self.host_step_more)
         if self.taught is None:
             self.taught = RuntimePredictor.pretrained().fit(shared_measurements(self.hardware.id, self.say)[-HISTORY:])
         price = STALENESS_PRICE / self.config.train.target_period
@@ -231,7 +233,7 @@ class _Phases:
             changes = {path: value for path, value in wanted.items() if value != current[path]}
             judged = self._try(changes, reason, gain, seconds)
             if judged is None:
-                return None  # the training has ended meanwhile
+                return None  # this phase is over
             verdict, now = judged
             if now is None:
                 failed = dataclasses.replace(known[0][1], outcome=Outcome.CRASHED, seconds_per_env_step=None)
@@ -272,7 +274,10 @@ class _Phases:
     def _try(
         self, changes: Mapping[str, Any], reason: Reason, expected: float, seconds: float
     ) -> tuple[str, Level | None] | None:
-        """Goes on with ``changes``, and back where they do not pay. Verdict and costs (None: it failed); None: training ended."""
+        """Goes on with ``changes``, and back where they do not pay. Verdict and costs (None: it failed).
+
+        None: the training has ended, or its searches have deepened, which is for another phase to look at.
+        """
         assert self.last is not None
         changes = {**changes, **self._memory(changes)}
         back = {path: get(self.config, path) for path in changes}
@@ -305,6 +310,11 @@ class _Phases:
             self._judge(switch, "cut short", None)
             return None
         now = phases.level(reports)
+        if now.simulations != reason.now.simulations:  # deeper meanwhile: nobody knows what they cost without the changes
+            self._judge(switch, "undone" if live else "left", None)
+            if live:
+                self._apply(back)
+            return None
         gain = seconds / now.seconds_per_env_step
         if reason.kind == "return":
             verdict = "kept" if gain > RELEASED else "undone"
@@ -327,7 +337,7 @@ class _Phases:
         given = self.config.allocation.memory_gib
         if given is None or self.taught is None or set(changes) <= {"allocation.cores", "runtime.loop_count"}:
             return {}
-        expected = self.taught.predict(describe(self.config.replace(changes)), self.hardware).peak_bytes
+        expected = self.taught.predict(describe(self._now.replace(changes)), self.hardware).peak_bytes
         wanted = min(math.ceil(4.0 * (expected + SAFETY_BYTES) / GIB) / 4.0, self.hardware.memory_bytes / GIB)
         return {"allocation.memory_gib": wanted} if wanted > given else {}
 
@@ -361,10 +371,12 @@ class _Phases:
         return "ended" if code in (0, 130) else "failed"
 
     def _gather(self) -> list[Report] | None:
-        """Reports of MEASURE_SECONDS after it has settled; None when the training ends before."""
+        """Reports of MEASURE_SECONDS once it has settled, or the first one that is deeper; None when the training ends before."""
         settled, kept = 0.0, deque[Report]()
         while self.child.wait(POLL_SECONDS) is None:
             for report in self._reports():
+                if report.simulations != self.state.simulations:
+                    return [report]
                 if settled < phases.SETTLE_SECONDS:
                     settled += report.seconds
                 else:

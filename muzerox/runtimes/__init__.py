@@ -1,14 +1,14 @@
 """Runtimes: where environments, search and learner run. ``make_runtime`` finds the one that is configured."""
 
-from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 from muzerox.config import Config
 from muzerox.errors import ConfigError
 from muzerox.runtimes import anakin, sebulba
 from muzerox.types import Algorithm, Environment, HostEnvironment, Runtime
 
-RUNTIMES: dict[str, Callable[[Config, Any, Algorithm], Runtime]] = {"anakin": anakin.build, "sebulba": sebulba.build}
+# Each with ``build(config, env, algorithm) -> Runtime`` and ``updates_at(config, env_steps) -> int``.
+RUNTIMES: dict[str, ModuleType] = {"anakin": anakin, "sebulba": sebulba}
 
 
 def resolve_kind(config: Config, env: Environment | HostEnvironment) -> Config:
@@ -23,7 +23,14 @@ def resolve_kind(config: Config, env: Environment | HostEnvironment) -> Config:
 def make_runtime(config: Config, env: Environment | HostEnvironment, algorithm: Algorithm) -> Runtime:
     """The runtime that ``runtime.kind`` names. Raises ConfigError when the machine lacks its devices."""
     config = resolve_kind(config, env)
-    return RUNTIMES[config.runtime.kind](config, env, algorithm)
+    runtime: Runtime = RUNTIMES[config.runtime.kind].build(config, env, algorithm)
+    return runtime
 
 
-__all__ = ["RUNTIMES", "make_runtime", "resolve_kind"]
+def deepenings(config: Config) -> tuple[tuple[int, int], ...]:
+    """After how many updates searches make how many simulations; the first after none. ``runtime.kind`` is resolved."""
+    at = RUNTIMES[config.runtime.kind].updates_at
+    return tuple((at(config, env_steps) if env_steps else 0, count) for env_steps, count in config.deepenings)
+
+
+__all__ = ["RUNTIMES", "deepenings", "make_runtime", "resolve_kind"]

@@ -6,6 +6,7 @@ keep the replay ratio, so ``loop_count`` changes how often the host is asked and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,13 @@ def _pace(config: Config) -> tuple[int, int, int]:
         raise ConfigError("train.replay_ratio", config.train.replay_ratio, rule, whole)
     first = max(math.ceil(config.replay.min_size / config.runtime.num_envs), config.sequence_length)
     return earned // shared, cost // shared, first
+
+
+def updates_at(config: Config, env_steps: int) -> int:
+    """``Runtime.updates_at``, without the runtime."""
+    earned, cost, first_rows = _pace(config)
+    rows = math.ceil(env_steps / config.runtime.num_envs) - first_rows
+    return 1 + max(0, -(-rows * cost // earned))  # rounded up
 
 
 def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
@@ -150,17 +158,13 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
             outputs.append(tuple(output))
         return state, _report(num_envs, n * loop_count, state, jax.device_get(outputs))
 
-    def updates_at(env_steps: int) -> int:
-        rows = math.ceil(env_steps / num_envs) - first_rows
-        return 1 + max(0, -(-rows * cost // earned))  # rounded up
-
     def draw(state: RunState, key: jax.Array, count: int, gather: Callable[..., Any]) -> Any:
         def drawn(key: jax.Array, ring: ReplayState) -> Any:
             return gather(ring.storage, replay.sample(config.replay, key, ring, count, config.sequence_length))
 
         return jax.jit(drawn)(key, state.replay)
 
-    return Runtime(jit_init, run, updates_at, jit_prefill, draw)
+    return Runtime(jit_init, run, functools.partial(updates_at, config), jit_prefill, draw)
 
 
 def _report(num_envs: int, made: int, state: RunState, outputs: list[Any]) -> Report:

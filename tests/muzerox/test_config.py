@@ -153,7 +153,7 @@ def values(path: str) -> st.SearchStrategy[Any]:
     return st.none() | some if type(None) in options else some
 
 
-TIED = {"train.batch_size", "train.unroll_steps", "train.td_steps", "train.replay_ratio"}
+TIED = {"search.final_simulations", "train.batch_size", "train.unroll_steps", "train.td_steps", "train.replay_ratio"}
 TIED |= {"replay.capacity", "replay.min_size", "runtime.num_envs", "runtime.num_devices", "runtime.learning_devices"}
 TIED |= {"runtime.selfplay_workers", "runtime.role_threads", "allocation.cores"}
 
@@ -171,6 +171,8 @@ def configs(draw: st.DrawFn) -> Config:
     changes["search.split"] = draw(st.sampled_from([1, 2, 7]))
     changes["runtime.num_envs"] = changes["search.split"] * devices * draw(st.integers(1, 100))
     changes["train.batch_size"] = devices * draw(st.integers(1, 100))
+    simulations = changes.get("search.num_simulations", SearchConfig().num_simulations)
+    changes["search.final_simulations"] = draw(st.none() | st.integers(simulations, 10_000))
     changes["train.unroll_steps"] = draw(st.integers(1, 10))
     changes["train.td_steps"] = draw(st.integers(1, 50))
     changes["train.replay_ratio"] = draw(st.floats(1e-3, 1e4))
@@ -295,6 +297,7 @@ def test_derived() -> None:
         ),
         ({"runtime.kind": "sebulba", "runtime.role_threads": 3, "allocation.cores": 2}, "runtime.role_threads", 2),
         ({"train.replay_ratio": 1e-7}, "train.replay_ratio", "2.56e-06"),
+        ({"search.final_simulations": 8}, "search.final_simulations", 16),
     ],
 )
 def test_rules_across_fields(changes: dict[str, Any], path: str, nearest: object) -> None:

@@ -50,6 +50,7 @@ def series(seed: int, count: int, *, change: dict[str, Any] | None = None, at: i
                 mean_return=float(number / count * 100.0 + rng.normal()),
                 mean_length=float(length * np.exp(rng.normal(0.0, 0.1))),
                 fill=min(1.0, (number + 1) / 100),
+                simulations=changed.get("simulations", 16),
                 cores_busy=1.5,
             )
         )
@@ -115,6 +116,23 @@ def test_steps_that_cost_more_than_was_predicted_are_told() -> None:
     assert told(series(0, 60), State(expected=STEP)) == []
 
 
+def test_searches_that_deepen_end_a_phase_once_it_is_seen_what_they_cost() -> None:
+    deeper = {"simulations": 32, "action": 1.5, "steps": 1.2}  # too little to be told by its cost
+    for at in (100, 12):  # 12: before there is anything to compare with
+        for seed in range(5):
+            ((number, reason),) = told(series(seed, 160, change=deeper, at=at))
+            assert reason.kind == "search"
+            assert (reason.before.simulations, reason.now.simulations) == (16, 32)
+            assert "a search makes 32 simulations, it made 16" in reason.text
+            assert ("times the seconds" in reason.text) == (at == 100)
+            assert at + phases.SETTLE_SECONDS / 0.5 < number < at + 2 * (phases.SETTLE_SECONDS + phases.WINDOW_SECONDS) / 0.5
+
+
+def test_what_was_expected_of_shallow_searches_is_not_of_deep_ones() -> None:
+    deeper = series(0, 60, change={"simulations": 32, "steps": 4.0}, at=6)
+    assert [reason.kind for _, reason in told(deeper, State(expected=STEP))] == ["search"]
+
+
 def test_a_program_without_clocks_is_watched_by_its_pace() -> None:
     none = (math.nan,) * 3
     steady = [report._replace(clocks=none) for report in series(3, 160)]
@@ -136,7 +154,7 @@ def test_a_return_that_has_become_flat_is_told_once() -> None:
 
 def test_rows_become_reports() -> None:
     row = {"updates": 30, "train_seconds": 3.0, "env_steps": 2_000, "episodes": 2, "mean_return": 1.5, "mean_length": 9.0}
-    row |= {"wait_environment_seconds": 0.4, "wait_environment_count": 100}
+    row |= {"num_simulations": 8, "wait_environment_seconds": 0.4, "wait_environment_count": 100}
     row |= {"cpu_process_seconds": 2.5, "cpu_simulators_seconds": 0.5}
     before = {"updates": 10, "train_seconds": 1.0}
     report = phases.read(row, before, steps_an_update=16.0, capacity=1_000, last=8_000)
@@ -144,7 +162,7 @@ def test_rows_become_reports() -> None:
     assert report.seconds_per_env_step == pytest.approx(2.0 / (20 * 16))
     assert report.clocks[0] == pytest.approx(4e-3)
     assert all(math.isnan(clock) for clock in report.clocks[1:])
-    assert (report.fill, report.progress, report.cores_busy) == (1.0, 0.25, 1.5)
+    assert (report.fill, report.progress, report.simulations, report.cores_busy) == (1.0, 0.25, 8, 1.5)
     first = {"updates": 10}  # of the dispatch that compiled
     assert phases.read(row, first, steps_an_update=16.0, capacity=1_000, last=8_000) is None
 

@@ -18,13 +18,13 @@ from muzerox.cli import main
 from predictor import Hardware, Outcome
 from tuner import switches
 from tuner.bridge import RESUMABLE, Config, RunDir, UserError, concrete, toml
-from tuner.child import Follower, last_saved
+from tuner.child import Follower
 from tuner.neighbourhood import resumable_space
 from tuner.phases import Level
 from tuner.retune import measured
 from tuner.switches import Switch
 
-ROW: dict[str, Any] = {"kind": "train", "episodes": 0, "skipped_updates": 0}
+ROW: dict[str, Any] = {"kind": "train", "episodes": 0, "num_simulations": 2, "skipped_updates": 0}
 
 
 def rows(*updates: int, seconds: float = 1.0) -> str:
@@ -47,7 +47,7 @@ def test_reports_are_followed_over_a_restart(tmp_path: Path, tiny: Config) -> No
         file.write(text[-10:] + json.dumps({"kind": "saved", "updates": 6, "seconds": 3.0}) + "\n")
     assert [report.env_steps for report in follower.read(tiny)] == [600]
     (run.checkpoints / "6").mkdir(parents=True)
-    assert last_saved(run) == 6
+    assert run.last_saved() == 6
     follower.restart()
     assert follower.read(tiny) == []  # the process has not begun
     run.rewind_metrics(6)
@@ -90,7 +90,7 @@ def test_only_what_a_resume_may_change_moves(which: str, machine: Hardware, requ
     space = resumable_space(config, "cpu", 2e-4)
     assert {knob.path for knob in space.knobs} <= set(RESUMABLE)
     assert {"runtime.loop_count", "search.engine", "search.split"} <= {knob.path for knob in space.knobs}
-    found = measured(space, space.start, Level(1e-3, (1.0,) * 3, 10.0, 1.0), machine)
+    found = measured(space, space.start, Level(1e-3, (1.0,) * 3, 10.0, 1.0, 16), machine)
     assert (found.outcome, found.env_steps_per_second) == (Outcome.OK, pytest.approx(1e3))
     assert found.workload.loop_count == config.runtime.loop_count
     if which == "tiny_threads":
@@ -200,7 +200,7 @@ def test_killed_during_a_switch_the_run_is_saved_and_goes_on(tmp_path: Path) -> 
             time.sleep(0.1)
         assert not busy(run), (folder / "log").read_text()
         seen = max(row["updates"] for row in run.metrics())
-        assert last_saved(run) >= seen, "what was learnt is saved"
+        assert run.last_saved() >= seen, "what was learnt is saved"
         last = max(row.get("env_steps", 0) for row in run.metrics()) + 5_000
         command = [sys.executable, "-m", "muzerox", "train", "--resume", str(run.path), "--set", f"train.max_env_steps={last}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=with_simulators())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,11 @@ class RunState(struct.PyTreeNode):
     def env_steps(self) -> int:
         """Environment steps made."""
         return int(self.steps)
+
+
+def updates_at(config: Config, env_steps: int) -> int:
+    """``Runtime.updates_at``, without the runtime."""
+    return make_pace(config).updates_at(env_steps)
 
 
 def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorithm) -> Runtime:
@@ -146,4 +152,4 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
             atexit.unregister(pipeline.close)
             pipeline.close()
 
-    return Runtime(init, run, pace.updates_at, prefill, draw, snapshot, interrupt, close)
+    return Runtime(init, run, functools.partial(updates_at, config), prefill, draw, snapshot, interrupt, close)
