@@ -46,8 +46,6 @@ STAGES = (
 
 # Small operations of what runs beside the layers of networks.
 _LAYER_OPERATIONS = 3.0  # product, normalisation, activation
-_TREE_OPERATIONS = 32.0  # of a simulation: selection at the root, expansion
-_LEVEL_OPERATIONS = 8.0  # of each level a simulation walks down and up
 _LEARNER_OPERATIONS = 400.0  # sampling, targets, losses, optimizer
 _ENVIRONMENT_OPERATIONS = 250.0
 # How often a number is read or written, what is computed for it (an exponential, a random number) counted as more of that.
@@ -55,9 +53,6 @@ _ACTIVATION_PASSES = 2.1
 _SOFTMAX_PASSES = 6.0
 _MOVED_PASSES = 1.0  # of that, what is only moved
 _NARROW_MOVED_PASSES = 1.2  # more, where a processor moves 16 bits
-_STATISTIC_PASSES = 128.0  # arrays [E, N+1, A] of a tree, which mctx copies at every simulation
-_PUCT_PASSES = 288.0  # more, with PUCT: mctx breaks ties at random at every level
-_SELECTION_PASSES = 170.0  # arrays [E, A] of a node, which our own search loop goes through at every level
 _OPTIMIZER_PASSES = 16.0
 _PRIORITY_PASSES = 12.0
 # Calls and arrays of what threads do, in dispatches.
@@ -69,6 +64,28 @@ _BATCH_DISPATCHES = 10.0  # arguments of the learner's program, a batch's worth
 _PROGRAM_DISPATCHES = 80.0  # a training's state is hundreds of arrays; the dispatch that rates measure has one
 HANDED = 0.3  # of small operations, what XLA takes on a processor to hand parts of them from one thread to another
 _FUSED = 1.0  # our own search loop, as a Workload's search_engine
+
+
+class _Tree(NamedTuple):
+    """What a simulation costs beside the networks, in a tree of N simulations, d levels deep; fitted to searches timed alone."""
+
+    operations: float  # small ones: selection at the root, expansion
+    level_operations: float  # and for each of d levels
+    passes: float  # over an array [E, A], as wide as 16 more actions
+    level_passes: float  # of d
+    node_passes: float  # of N: mctx copies the tree
+
+
+_TREES = {  # by engine and policy: PUCT in mctx breaks ties at random at every level
+    "mctx gumbel": _Tree(78.0, 13.0, 165.0, 0.0, 14.0),
+    "mctx puct": _Tree(152.0, 57.0, 762.0, 0.0, 71.0),
+    "fused gumbel": _Tree(69.0, 0.0, 67.0, 67.0, 0.0),
+    "fused puct": _Tree(102.0, 11.5, 492.0, 0.0, 0.0),
+}
+_MORE_ACTIONS = 16.0
+_LARGE_BYTES = 2e6  # of the arrays a layer makes, from where on they are large
+_BEYOND_CACHE = 0.3  # more time, of what large ones take: caches do not hold them
+_AT_ONCE = 0.6  # of the networks' operations, where our own loop makes two simulations side by side
 
 
 class Rates(NamedTuple):
@@ -135,19 +152,19 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
     """Root inference, then one simulation after another: descend, expand with one recurrent inference, back up.
 
     mctx keeps a tree in arrays [roots, N+1, A] that a simulation copies, so that bytes grow with N squared; our own loop
-    only touches the nodes on the way.
+    only touches the nodes on the way, and of Gumbel's two actions it tries both at once.
     """
     simulations = w.num_simulations
-    depth = jnp.log2(simulations + 1.0)
+    depth = jnp.sqrt(2.0 * (simulations + 1.0) / w.num_actions)  # with few actions trees are deep, whatever they are worth
+    fused, puct = jnp.asarray(w.search_engine) == _FUSED, jnp.asarray(w.puct) > 0.0
+    columns = zip(*(_TREES[name] for name in ("mctx gumbel", "mctx puct", "fused gumbel", "fused puct")), strict=True)
+    tree = _Tree(*(jnp.where(fused, jnp.where(puct, d, c), jnp.where(puct, b, a)) for a, b, c, d in columns))
+    one_by_one = jnp.where(fused & ~puct & (jnp.asarray(w.num_actions) <= 2.0), _AT_ONCE, 1.0)
     # Expected values of two distributions over bins, and the prior.
     answer = passes.predict + _SOFTMAX_PASSES * (w.num_bins + w.num_actions)
     recurrent = passes.dynamics + answer + _SOFTMAX_PASSES * w.num_bins
     weights = w.represent_params + w.predict_params + simulations * (w.dynamics_params + w.predict_params)
-    statistics = jnp.where(
-        jnp.asarray(w.search_engine) == _FUSED,
-        _SELECTION_PASSES * (depth + 2.0),  # and the root, and the new node
-        (_STATISTIC_PASSES + _PUCT_PASSES * w.puct) * (simulations + 1.0),
-    )
+    statistics = tree.passes + tree.level_passes * depth + tree.node_passes * simulations
     return _Search(
         flops=w.represent_flops + w.predict_flops + simulations * (w.dynamics_flops + w.predict_flops),
         activation_bytes=4.0
@@ -155,11 +172,22 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
             _ACTIVATION_PASSES * (passes.represent + answer + simulations * recurrent)
             + weights / jnp.maximum(roots, 1.0)  # read at every evaluation
         ),
-        statistic_bytes=4.0 * simulations * (statistics * w.num_actions + w.hidden_size),
+        statistic_bytes=4.0 * simulations * (statistics * (w.num_actions + _MORE_ACTIONS) + w.hidden_size),
         network_operations=_LAYER_OPERATIONS
-        * (w.represent_layers + w.predict_layers + simulations * (w.dynamics_layers + w.predict_layers)),
-        tree_operations=simulations * (_TREE_OPERATIONS + _LEVEL_OPERATIONS * depth),
+        * (w.represent_layers + w.predict_layers + one_by_one * simulations * (w.dynamics_layers + w.predict_layers)),
+        tree_operations=simulations * (tree.operations + tree.level_operations * depth),
     )
+
+
+def _slower_when_large(w: Workload, passes: _Passes, rows: Value, hardware: Rates) -> Value:
+    """Times longer that bytes of arrays of so many rows take: longer beyond a processor's caches, less long shared by its cores.
+
+    Small arrays are not worth sharing. The cores of threads that meet at queues are counted where these meet.
+    """
+    size = 4.0 * passes.dynamics / w.dynamics_layers * rows
+    large = size / (size + _LARGE_BYTES)
+    others = hardware.on_host * (1.0 - jnp.asarray(w.sebulba)) * (jnp.maximum(jnp.asarray(w.cores), 1.0) - 1.0)
+    return (1.0 + _BEYOND_CACHE * large) / (1.0 + others * large)
 
 
 def matmul_rate(w: Workload, hardware: Rates) -> Value:
@@ -194,6 +222,10 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     search, searches = _search_cost(w, passes, roots), 1.0 / roots  # batches searched one after the other, a step
     updates = w.replay_ratio / w.batch_size  # a step
     positions = w.unroll_steps + 1.0
+    again_roots = w.reanalyze_fraction * w.batch_size * positions
+
+    def moving(count: Value, rows: Value) -> Value:
+        return count / copy * _slower_when_large(w, passes, rows, hardware)
 
     unrolled = w.represent_flops + w.unroll_steps * w.dynamics_flops + positions * w.predict_flops
     target_flops = positions * (w.represent_flops + w.predict_flops)
@@ -215,21 +247,21 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
 
     refreshed = w.reanalyze_fraction * w.replay_ratio * positions  # roots searched again, a step
     refreshing = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # searches a step
-    again = _search_cost(w, passes, w.reanalyze_fraction * w.batch_size * positions)
+    again = _search_cost(w, passes, again_roots)
     simulated = jnp.where(jnp.asarray(w.host_step_seconds) > 0.0, 0.0, 1.0)  # by a program
     seconds = (
         search.flops / flops,
-        search.activation_bytes / copy,
+        moving(search.activation_bytes, roots),
         searches * search.network_operations * operation,
         searches * search.tree_operations * operation,
         search.statistic_bytes / copy,
         w.replay_ratio * (3.0 * unrolled + target_flops) / (flops * learning),
-        w.replay_ratio * 4.0 * _ACTIVATION_PASSES * activations / (copy * learning),
+        w.replay_ratio * moving(4.0 * _ACTIVATION_PASSES * activations / learning, w.batch_size),
         updates * (_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
         updates * 4.0 * _OPTIMIZER_PASSES * params / hardware.copy_bytes_per_second,
         (row_bytes + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + serial * updates * priority_bytes) / copy,
         refreshed * again.flops / flops,
-        refreshed * again.activation_bytes / copy,
+        refreshed * moving(again.activation_bytes, again_roots),
         refreshing * (again.network_operations + again.tree_operations) * operation,
         refreshed * again.statistic_bytes / copy,
         simulated * (_ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy),
