@@ -69,11 +69,11 @@ _FUSED = 1.0  # our own search loop, as a Workload's search_engine
 class _Tree(NamedTuple):
     """What a simulation costs beside the networks, in a tree of N simulations, d levels deep; fitted to searches timed alone."""
 
-    operations: float  # small ones: selection at the root, expansion
-    level_operations: float  # and for each of d levels
-    passes: float  # over an array [E, A], as wide as 16 more actions
-    level_passes: float  # of d
-    node_passes: float  # of N: mctx copies the tree
+    operations: Value  # small ones: selection at the root, expansion
+    level_operations: Value  # and for each of d levels
+    passes: Value  # over an array [E, A], as wide as 16 more actions
+    level_passes: Value  # of d
+    node_passes: Value  # of N: mctx copies the tree
 
 
 _TREES = {  # by engine and policy: PUCT in mctx breaks ties at random at every level
@@ -185,8 +185,8 @@ def _slower_when_large(w: Workload, passes: _Passes, rows: Value, hardware: Rate
     Small arrays are not worth sharing. The cores of threads that meet at queues are counted where these meet.
     """
     size = 4.0 * passes.dynamics / w.dynamics_layers * rows
-    large = size / (size + _LARGE_BYTES)
-    others = hardware.on_host * (1.0 - jnp.asarray(w.sebulba)) * (jnp.maximum(jnp.asarray(w.cores), 1.0) - 1.0)
+    large = hardware.on_host * size / (size + _LARGE_BYTES)
+    others = (1.0 - jnp.asarray(w.sebulba)) * (jnp.maximum(jnp.asarray(w.cores), 1.0) - 1.0)
     return (1.0 + _BEYOND_CACHE * large) / (1.0 + others * large)
 
 

@@ -23,6 +23,12 @@ def seconds(workload: Workload, hardware: Hardware) -> dict[str, float]:
     return dict(zip(STAGES, values.tolist(), strict=True))
 
 
+def slower_when_large(dynamics: float, rows: float, cores: int) -> float:
+    """Of 4-byte numbers that the dynamics' four layers make: beyond the caches, and shared by cores."""
+    large = dynamics * rows / (dynamics * rows + 2e6)
+    return (1 + 0.3 * large) / (1 + (cores - 1) * large)
+
+
 def test_stages_equal_a_count_by_hand(make_workload: Make, hardware: Hardware) -> None:
     w = make_workload(search_split=2.0, reanalyze_fraction=0.25, replay_on_host=1.0, compute_bits=16.0, puct=1.0)
     # 2 of 4 cores: a third of the way from one core's rate to all cores'.
@@ -33,26 +39,27 @@ def test_stages_equal_a_count_by_hand(make_workload: Make, hardware: Hardware) -
     search_flops = 17_000 + 19_000 + 16 * (27_000 + 19_000)
     weights = 9_000 + 10_000 + 16 * (14_000 + 10_000)
     search_passes = 2.1 * (represent + answer + 16 * (dynamics + answer + 6 * 21))
-    search_statistics = 4 * 16 * ((128 + 288) * 17 * 2 + 64)
+    search_statistics = 4 * 16 * ((762 + 71 * 16) * (2 + 16) + 64)  # PUCT in mctx
     network_operations = 3 * (3 + 4 + 16 * (4 + 4))
-    tree_operations = 16 * (32 + 8 * np.log2(17))
+    tree_operations = 16 * (152 + 57 * np.sqrt(2 * 17 / 2))
+    acting, learning = (slower_when_large(dynamics, rows, cores=2) for rows in (32, 256))  # reanalysis has as many roots as that
     updates = 4 / 256
     forward_and_backward = 3 * (represent + 3 * (dynamics + 2 * 6 * 21) + 4 * (predict + 2 * 6 * (21 + 2)))
     forward = 4 * (represent + predict + 6 * 21)
     expected = {
         "acting_flops": search_flops / flops,
-        "acting_bytes": 4 * (search_passes + weights / 32) / copy,
+        "acting_bytes": acting * 4 * (search_passes + weights / 32) / copy,
         "acting_operations": 2 / 64 * network_operations * operation,
         "tree_operations": 2 / 64 * tree_operations * operation,
         "tree_bytes": search_statistics / copy,
         "learner_flops": 4 * (3 * (17_000 + 3 * 27_000 + 4 * 19_000) + 4 * (17_000 + 19_000)) / flops,
-        "learner_bytes": 4 * 4 * 2.1 * (forward_and_backward + forward) / copy,
+        "learner_bytes": learning * 4 * 4 * 2.1 * (forward_and_backward + forward) / copy,
         "learner_operations": updates * (3 * (3 * (3 + 3 * 4 + 4) + 3 + 4) + 400) * operation,
         "optimizer_bytes": updates * 4 * 16 * 33_000 / copy,
         "replay_bytes": (16 + 4 * 2 + 20 + 4 * 2 * (5 * 16 + 43 * 20 + 4 * 2 * 4) + updates * 4 * 12 * (131_072 / 64 + 256 * 64))
         / copy,
         "reanalysis_flops": 0.25 * 4 * 4 * search_flops / flops,
-        "reanalysis_bytes": 0.25 * 4 * 4 * 4 * (search_passes + weights / (0.25 * 256 * 4)) / copy,
+        "reanalysis_bytes": learning * 0.25 * 4 * 4 * 4 * (search_passes + weights / (0.25 * 256 * 4)) / copy,
         "reanalysis_operations": updates * (network_operations + tree_operations) * operation,
         "reanalysis_tree_bytes": 0.25 * 4 * 4 * search_statistics / copy,
         "environment": 250 * operation / 64 + 4 * 16 / copy,
@@ -81,6 +88,13 @@ def test_stages_of_threads_equal_a_count_by_hand(make_workload: Make, make_threa
     # The rest is what the same search and learner cost in one program.
     same = seconds(make_workload(num_envs=32.0, loop_count=8.0, reanalyze_fraction=0.25), hardware)
     others = [name for name in STAGES if name not in expected]
+    moved = (
+        "acting_bytes",
+        "learner_bytes",
+        "reanalysis_bytes",
+    )  # large arrays are shared by cores there, where threads meet here
+    by_one = seconds(make_workload(num_envs=32.0, loop_count=8.0, reanalyze_fraction=0.25, cores=1.0), hardware)
+    same |= {name: by_one[name] for name in moved}
     assert [found[name] for name in others] == pytest.approx([same[name] for name in others], rel=1e-6)
     # A JAX environment on the host is a program, still.
     assert seconds(make_threaded(host_step_seconds=0.0), hardware)["environment"] > 0.0
@@ -114,6 +128,24 @@ def test_cost_is_monotone(make_workload: Make, hardware: Hardware, field: str, l
     assert sign * (whole[-1] - whole[0]) > 0
 
 
+def test_searches_cost_what_their_engine_and_policy_do(make_workload: Make, hardware: Hardware) -> None:
+    """Mctx more than ours, PUCT more than Gumbel; of two actions Gumbel tries both at once."""
+    found = {
+        (engine, puct): seconds(make_workload(search_engine=engine, puct=puct), hardware)
+        for engine in (0.0, 1.0)
+        for puct in (0.0, 1.0)
+    }
+    for stage in ("tree_operations", "tree_bytes"):
+        cost = {key: figures[stage] for key, figures in found.items()}
+        assert cost[1.0, 0.0] < cost[1.0, 1.0] < cost[0.0, 1.0]
+        assert cost[1.0, 0.0] < cost[0.0, 0.0] < cost[0.0, 1.0]
+    calls = {key: figures["acting_operations"] for key, figures in found.items()}
+    assert calls[0.0, 0.0] == calls[0.0, 1.0] == calls[1.0, 1.0]
+    assert calls[1.0, 0.0] < 0.7 * calls[1.0, 1.0]
+    three = seconds(make_workload(search_engine=1.0, num_actions=3.0), hardware)
+    assert three["acting_operations"] == calls[1.0, 1.0]
+
+
 def test_a_batch_is_its_workloads_one_by_one(family: Callable[[int, int], list[Workload]], hardware: Hardware) -> None:
     rates = hardware_rates(hardware)
     workloads = family(0, 5)
@@ -129,7 +161,9 @@ def test_one_core_hands_no_small_operation_to_another(make_workload: Make, hardw
     one, two = (seconds(make_workload(cores=cores), hardware) for cores in (1.0, 2.0))
     for name in ("acting_operations", "tree_operations", "learner_operations", "dispatch"):
         assert one[name] == pytest.approx((1 - HANDED) * two[name]), name
-    assert one["acting_bytes"] == two["acting_bytes"]
+    by_two = slower_when_large(2_300 + 64, 64, 2) / slower_when_large(2_300 + 64, 64, 1)
+    assert two["acting_bytes"] == pytest.approx(by_two * one["acting_bytes"])
+    assert one["tree_bytes"] == two["tree_bytes"]
     gpu = dataclasses.replace(hardware, platform="gpu")
     assert seconds(make_workload(cores=1.0), gpu)["acting_operations"] == pytest.approx(two["acting_operations"])
 
@@ -138,6 +172,7 @@ def test_sixteen_bits_are_widened_to_be_moved_on_a_processor_alone(make_workload
     w = make_workload(compute_bits=16.0)
     gpu = dataclasses.replace(hardware, platform="gpu")
     processor, accelerator = (seconds(w, kind)["acting_bytes"] for kind in (hardware, gpu))
+    processor /= slower_when_large(2_300 + (1 + 1.2) * 64, 64, 2)
     assert processor - accelerator == pytest.approx(4 * 2.1 * 16 * 1.2 * 64 / 5e10, rel=1e-3)
 
 
@@ -181,7 +216,7 @@ def test_many_measurements_determine_the_coefficients(family: Callable[[int, int
     big = (rows * true / (rows @ true)[:, None]).mean(0) > 0.01
     np.testing.assert_allclose(found[big], true[big], rtol=0.02)
     # The default ridge gives way to as many.
-    np.testing.assert_allclose(rows @ fit_coefficients(rows, rows @ true), rows @ true, rtol=0.1)
+    np.testing.assert_allclose(rows @ fit_coefficients(rows, rows @ true), rows @ true, rtol=0.11)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
