@@ -53,7 +53,7 @@ DEEPENING = {
     "runtime.num_envs": 64,
     "runtime.selfplay_workers": 1,
     "train.batch_size": 64,
-    "train.replay_ratio": 1.0,
+    "train.replay_ratio": 0.25,
     **_ONCE,
 }
 SETTINGS = {
@@ -63,7 +63,7 @@ SETTINGS = {
         {"runtime.step_in": ("thread", "process"), "runtime.role_threads": (0, 1)},
         175_000,
     ),
-    "deeper": Setting("gymnasium:CartPole-v1", DEEPENING, {"runtime.role_threads": (0, 1), "search.split": (1, 2)}, 175_000),
+    "deeper": Setting("gymnasium:CartPole-v1", DEEPENING, {"runtime.role_threads": (0, 1)}, 300_000),
 }
 SETTINGS["none"] = SETTINGS["change"]._replace(steps=SETTINGS["change"].steps // 2)
 
