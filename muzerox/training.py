@@ -188,7 +188,8 @@ class _Session:
                 write_atomically(self.run.config_file, config_io.dumps(self.config))
             self.run.rewind_metrics(updates)
             try:
-                with Reporter(self.run, self.config, quiet=quiet, start=start) as reporter:
+                now = self.config.searching(self.simulations)
+                with Reporter(self.run, now, quiet=quiet, start=start) as reporter:
                     if start:
                         reporter.say(f"resumed at update {updates:,} ({start:,} steps)")
                     return self._loop(state, updates, start, checkpoints, reporter, stopped)

@@ -20,6 +20,15 @@ from muzerox.runtimes import deepenings, resolve_kind
 DEEPENING = TINY | {"replay.capacity": 8192, "train.eval_period": 100_000, "search.final_simulations": 8}
 
 
+def assert_rows_are_as_deep(run: RunDir) -> None:
+    """Each row of training is of one depth, that of its updates, and every depth is there."""
+    stages = deepenings(run.load_config())
+    seen = [(row["updates"], row["num_simulations"]) for row in run.metrics() if row["kind"] == "train"]
+    for updates, simulations in seen:
+        assert simulations == [count for first, count in stages if first < updates][-1]
+    assert [count for _, count in stages] == sorted({simulations for _, simulations in seen})
+
+
 @pytest.mark.parametrize(
     ("simulations", "final", "expected"),
     [
@@ -51,10 +60,7 @@ def test_a_training_that_deepens_is_one_after_the_other_of_each_depth(tmp_path: 
         assert report.updates == end
     assert_same(state, saved_state(run, config))
 
-    seen = [(row["updates"], row["num_simulations"]) for row in run.metrics() if row["kind"] == "train"]
-    for updates, simulations in seen:
-        assert simulations == [count for first, count in stages if first < updates][-1], "a row is of one depth"
-    assert {simulations for _, simulations in seen} == {2, 4, 8}
+    assert_rows_are_as_deep(run)
 
 
 def test_stopped_between_two_depths_it_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +80,7 @@ def test_stopped_between_two_depths_it_goes_on_as_if_it_had_not_been(tmp_path: P
     assert second.finished
     assert (second.updates, second.mean_return) == (whole.updates, whole.mean_return)
     assert_same(saved_state(RunDir(tmp_path / "whole"), config), saved_state(run, config))
+    assert_rows_are_as_deep(run)
 
 
 def test_threads_deepen_too_and_lose_no_step(tmp_path: Path) -> None:
