@@ -30,7 +30,7 @@ class Setting(NamedTuple):
     env: str
     changes: dict[str, Any]  # to its preset
     static: dict[str, tuple[Any, ...]]  # what is measured as it begins: every combination
-    steps: int
+    steps: int  # environment steps of a training
 
 
 _ONCE = {"train.eval_period": 1_000_000_000, "train.eval_episodes": 2, "train.target_return": None}  # evaluated at the end
@@ -65,7 +65,7 @@ SETTINGS = {
     ),
     "deeper": Setting("gymnasium:CartPole-v1", DEEPENING, {"runtime.role_threads": (0, 1)}, 300_000),
 }
-SETTINGS["none"] = SETTINGS["change"]._replace(steps=SETTINGS["change"].steps // 2)
+SETTINGS["none"] = SETTINGS["change"]  # half the steps
 
 
 def best_static(setting: Setting, hardware: Any, rounds: int) -> tuple[Any, dict[str, float]]:
@@ -128,6 +128,7 @@ def train(config: Any, hardware: Any, folder: Path, *, phased: bool, change: int
 
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--steps", type=int, help="environment steps of a training; of one without a change half as many")
     parser.add_argument("--rounds", type=int, default=1, help="trainings of each kind (default 1)")
     parser.add_argument("--bursts", type=int, default=5, help="rounds of bursts that the static configurations are measured in")
     parser.add_argument("--only", choices=("change", "none", "deeper"), action="append", help="only this kind; repeatable")
@@ -142,13 +143,13 @@ def main() -> None:
     from tuner.fingerprint import fingerprint
 
     hardware, kinds = fingerprint(), args.only or ["change", "none", "deeper"]
+    settings = {kind: SETTINGS[kind]._replace(steps=args.steps or SETTINGS[kind].steps) for kind in kinds}
     chosen: dict[str, Any] = {}
     static: dict[str, dict[str, float]] = {}
-    for kind in kinds:
-        setting = SETTINGS[kind]
-        alike = [other for other in chosen if SETTINGS[other].changes == setting.changes]
-        if alike:  # measured already
-            chosen[kind], static[kind] = chosen[alike[0]].replace("train.max_env_steps", setting.steps), static[alike[0]]
+    for kind, setting in settings.items():
+        alike = next((other for other in chosen if settings[other] == setting), None)
+        if alike is not None:  # measured already
+            chosen[kind], static[kind] = chosen[alike], static[alike]
             continue
         chosen[kind], static[kind] = best_static(setting, hardware, args.bursts)
         print(f"{kind}: as it begins {json.dumps(static[kind])}", file=sys.stderr, flush=True)
@@ -158,8 +159,10 @@ def main() -> None:
         for number, kind in itertools.product(range(args.rounds), kinds):
             for how in ("static", "phases") if number % 2 == 0 else ("phases", "static"):
                 place = Path(folder) / f"{kind}-{how}-{number}"
-                change = SETTINGS[kind].steps * 3 // 7 if kind == "change" else 0
-                found = train(chosen[kind], hardware, place, phased=how == "phases", change=change)
+                steps = settings[kind].steps // (2 if kind == "none" else 1)
+                config = chosen[kind].replace("train.max_env_steps", steps)
+                change = steps * 3 // 7 if kind == "change" else 0
+                found = train(config, hardware, place, phased=how == "phases", change=change)
                 runs[f"{kind}, {how}"].append(found)
                 print(f"{kind}, {how}: {json.dumps(found)}", file=sys.stderr, flush=True)
     medians = {name: statistics.median(run["seconds"] for run in found) for name, found in runs.items()}
@@ -172,7 +175,11 @@ def main() -> None:
         shown = (f"{medians[f'{kind}, {how}']:.1f}" for how in ("static", "phases"))
         table.add_row(kind, *shown, f"{ratios[kind]:.3f}", verdicts)
     Console(stderr=True, width=120).print(table)
-    figures = {"settings": {kind: SETTINGS[kind]._asdict() for kind in kinds}, "rounds": args.rounds, "static": static}
+    figures = {
+        "settings": {kind: setting._asdict() for kind, setting in settings.items()},
+        "rounds": args.rounds,
+        "static": static,
+    }
     finish("phases", {**figures, "runs": runs, "seconds": medians, "ratio": ratios}, record=args.record)
 
 

@@ -138,17 +138,35 @@ def measure(name: str, rounds: int, whole_tree: bool) -> dict[str, Any]:
     return row
 
 
+def shape(text: str) -> tuple[int, int, int]:
+    """``"16,32,3"``. Raises ValueError."""
+    batch, simulations, actions = (int(part) for part in text.split(","))
+    if min(batch, simulations) < 1 or actions < 2:
+        raise ValueError(text)
+    return batch, simulations, actions
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--only", choices=list(SHAPES), action="append")
     parser.add_argument("--tree", action="store_true", help="compute the whole tree, not only what self-play reads of it")
+    parser.add_argument(
+        "--mlp",
+        type=shape,
+        action="append",
+        default=[],
+        metavar="B,N,A",
+        help="roots, simulations and actions of a shape instead",
+    )
     args = parser.parse_args()
     use_device(args.device)
+    own = {f"mlp {batch}, {simulations}, {actions}": (batch, simulations, actions) for batch, simulations, actions in args.mlp}
+    SHAPES.update({name: SHAPES.get(name, (numbers, (1.0, 1.0))) for name, numbers in own.items()})
     rows: dict[str, Any] = {}
     columns = ("shape", "policy", "network", "mctx", "fused", "speedup", "aim", "to network", "compile s", "MiB")
     print("{:18} {:21} {:>9} {:>9} {:>9} {:>8} {:>6} {:>11} {:>13} {:>13}".format(*columns), file=sys.stderr)
-    for name in args.only or SHAPES:
+    for name in [*own, *(args.only or [])] or SHAPES:
         rows[name] = row = measure(name, args.rounds, args.tree)
         for policy in POLICIES:
             ms, figures = row["milliseconds"], row[policy]

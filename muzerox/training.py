@@ -28,7 +28,7 @@ from muzerox.live import LiveKnobs
 from muzerox.precision import overflows_in_a_row, resolve
 from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
-from muzerox.runtimes import deepenings, make_runtime, resolve_kind
+from muzerox.runtimes import deepenings_by_updates, make_runtime, resolve_kind
 from muzerox.timing import PhaseClock, PipelineTotals, seconds_since_process_start
 from muzerox.types import Environment, HostEnvironment, Params
 
@@ -144,7 +144,7 @@ class _Session:
         with self.clock.phase("build"):
             self.env: Environment | HostEnvironment = make_env(config.env)
             self.config = resolve_kind(config, self.env)
-            self.deepenings = deepenings(self.config)
+            self.deepenings = deepenings_by_updates(self.config)
             self._build(updates)
 
     def _build(self, updates: int) -> None:

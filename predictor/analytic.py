@@ -76,12 +76,12 @@ class _Tree(NamedTuple):
     node_passes: Value  # of N: mctx copies the tree
 
 
-_TREES = {  # by engine and policy: PUCT in mctx breaks ties at random at every level
-    "mctx gumbel": _Tree(78.0, 13.0, 165.0, 0.0, 14.0),
-    "mctx puct": _Tree(152.0, 57.0, 762.0, 0.0, 71.0),
-    "fused gumbel": _Tree(69.0, 0.0, 67.0, 67.0, 0.0),
-    "fused puct": _Tree(102.0, 11.5, 492.0, 0.0, 0.0),
-}
+_TREES = (
+    _Tree(78.0, 13.0, 165.0, 0.0, 14.0),  # mctx, Gumbel
+    _Tree(152.0, 57.0, 762.0, 0.0, 71.0),  # mctx, PUCT: ties are broken at random at every level
+    _Tree(69.0, 0.0, 67.0, 67.0, 0.0),  # our own, Gumbel
+    _Tree(102.0, 11.5, 492.0, 0.0, 0.0),  # our own, PUCT
+)
 _MORE_ACTIONS = 16.0
 _LARGE_BYTES = 2e6  # of the arrays a layer makes, from where on they are large
 _BEYOND_CACHE = 0.3  # more time, of what large ones take: caches do not hold them
@@ -155,10 +155,9 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
     only touches the nodes on the way, and of Gumbel's two actions it tries both at once.
     """
     simulations = w.num_simulations
-    depth = jnp.sqrt(2.0 * (simulations + 1.0) / w.num_actions)  # with few actions trees are deep, whatever they are worth
+    depth = jnp.sqrt(2.0 * (simulations + 1.0) / w.num_actions)  # few actions make deep trees
     fused, puct = jnp.asarray(w.search_engine) == _FUSED, jnp.asarray(w.puct) > 0.0
-    columns = zip(*(_TREES[name] for name in ("mctx gumbel", "mctx puct", "fused gumbel", "fused puct")), strict=True)
-    tree = _Tree(*(jnp.where(fused, jnp.where(puct, d, c), jnp.where(puct, b, a)) for a, b, c, d in columns))
+    tree = _Tree(*(jnp.where(fused, jnp.where(puct, d, c), jnp.where(puct, b, a)) for a, b, c, d in zip(*_TREES, strict=True)))
     one_by_one = jnp.where(fused & ~puct & (jnp.asarray(w.num_actions) <= 2.0), _AT_ONCE, 1.0)
     # Expected values of two distributions over bins, and the prior.
     answer = passes.predict + _SOFTMAX_PASSES * (w.num_bins + w.num_actions)

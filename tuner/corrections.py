@@ -77,6 +77,18 @@ def need_of(
     return need
 
 
+def for_training(
+    config: Config, measured: Measurement, predictor: RuntimePredictor, hardware: Hardware, most: np.ndarray
+) -> Config:
+    """The configuration with memory by what it was measured to use, and the cores it was measured with; ``most`` [R] at most."""
+    use = resources.need_of(config, measured, hardware)
+    if measured.from_cache:  # the training may have to compile
+        use[1] = max(use[1], predictor.predict(describe(config), hardware).peak_bytes)
+    allocated = resources.for_training(use, hardware, most)
+    allocated[0] = config.allocation.cores or hardware.cores
+    return resources.with_allocation(config, allocated, hardware, ())
+
+
 def _busy(config: Config, measured: Measurement, hardware: Hardware) -> bool:
     """It may have wanted more cores than it had."""
     return (measured.cpu_use or 0.0) >= resources.BUSY * resources.allocation_of(config, hardware)[0]

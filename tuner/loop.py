@@ -356,17 +356,9 @@ class _Tuning:
         ran = measurement.outcome == Outcome.OK
         return resources.balance_of(config, resources.need_of(config, measurement, self.hardware), self.hardware) if ran else None
 
-    def _with_memory(self, config: Config, measurement: Measurement) -> Config:
-        """The configuration with memory by what it was measured to use, and the cores it was measured with."""
-        use = resources.need_of(config, measurement, self.hardware)
-        if measurement.from_cache:  # the training may have to compile
-            use[1] = max(use[1], self.predictor.predict(describe(config), self.hardware).peak_bytes)
-        allocated = resources.for_training(use, self.hardware, self.most)
-        allocated[0] = config.allocation.cores or self.hardware.cores
-        return resources.with_allocation(config, allocated, self.hardware, ())
-
     def _result(self, best: Trial, base: Measurement | None, ours: Measurement | None, *, finished: bool) -> TuneResult:
-        config = self._with_memory(Config.from_dict(best.config), ours or best.measurement)
+        chosen = Config.from_dict(best.config)
+        config = corrections.for_training(chosen, ours or best.measurement, self.predictor, self.hardware, self.most)
         factor = self._balance(config, ours or best.measurement)
         speedup = gain = None
         if base is not None and ours is not None:

@@ -27,10 +27,10 @@ def make_runtime(config: Config, env: Environment | HostEnvironment, algorithm: 
     return runtime
 
 
-def deepenings(config: Config) -> tuple[tuple[int, int], ...]:
+def deepenings_by_updates(config: Config) -> tuple[tuple[int, int], ...]:
     """After how many updates searches make how many simulations; the first after none. ``runtime.kind`` is resolved."""
     at = RUNTIMES[config.runtime.kind].updates_at
     return tuple((at(config, env_steps) if env_steps else 0, count) for env_steps, count in config.deepenings)
 
 
-__all__ = ["RUNTIMES", "deepenings", "make_runtime", "resolve_kind"]
+__all__ = ["RUNTIMES", "deepenings_by_updates", "make_runtime", "resolve_kind"]

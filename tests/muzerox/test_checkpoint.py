@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from tiny_runs import TINY, make_tiny_runtime
+from tiny_runs import TINY, assert_same, make_tiny_runtime
 
 from muzerox import Config, resume, train
 from muzerox.checkpoint import Checkpoints
@@ -18,17 +17,6 @@ SETTINGS = TINY | {"replay.capacity": 1024, "train.reanalyze_fraction": 0.25, "t
 
 def tiny_config(env: str = "gymnax:CartPole-v1") -> Config:
     return Config.preset(env).replace(SETTINGS)
-
-
-def assert_same(a: object, b: object) -> None:
-    """Every leaf equal, bit for bit, dtypes and random keys included."""
-    left, right = jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)
-    assert len(left) == len(right)
-    for (path, x), y in zip(left, right, strict=True):
-        assert x.dtype == y.dtype, path
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "pgx:tic_tac_toe"])

@@ -10,19 +10,18 @@ from typing import Any
 
 import jax
 import pytest
-from test_live import assert_same, saved_state
-from tiny_runs import TINY, make_tiny_runtime
+from tiny_runs import TINY, assert_same, make_tiny_runtime, saved_state
 
-from muzerox import Agent, Config, resume, train, training
+from muzerox import Agent, Config, TrainResult, resume, train, training
 from muzerox.run_dir import RunDir
-from muzerox.runtimes import deepenings, resolve_kind
+from muzerox.runtimes import deepenings_by_updates, resolve_kind
 
 DEEPENING = TINY | {"replay.capacity": 8192, "train.eval_period": 100_000, "search.final_simulations": 8}
 
 
 def assert_rows_are_as_deep(run: RunDir) -> None:
     """Each row of training is of one depth, that of its updates, and every depth is there."""
-    stages = deepenings(run.load_config())
+    stages = deepenings_by_updates(run.load_config())
     seen = [(row["updates"], row["num_simulations"]) for row in run.metrics() if row["kind"] == "train"]
     for updates, simulations in seen:
         assert simulations == [count for first, count in stages if first < updates][-1]
@@ -47,12 +46,18 @@ def test_simulations_double_in_equal_shares(simulations: int, final: int | None,
     assert config.searching(last).deepenings == ((0, last),)
 
 
-def test_a_training_that_deepens_is_one_after_the_other_of_each_depth(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, TrainResult]:
+    """A training in one program that deepens twice, uninterrupted."""
+    run = RunDir(tmp_path_factory.mktemp("deepening") / "run")
+    return run, train(Config.preset("gymnax:CartPole-v1").replace(DEEPENING), run.path, quiet=True)
+
+
+def test_a_training_that_deepens_is_one_after_the_other_of_each_depth(whole: tuple[RunDir, TrainResult]) -> None:
     """To the bit: the same updates by runtimes made by hand, each with its simulations, from the state of the one before."""
-    config, run = Config.preset("gymnax:CartPole-v1").replace(DEEPENING), RunDir(tmp_path / "run")
-    result = train(config, run.path, quiet=True)
+    run, result = whole
     config = run.load_config()
-    stages = deepenings(config)
+    stages = deepenings_by_updates(config)
     assert [simulations for _, simulations in stages] == [2, 4, 8]
     state: Any = make_tiny_runtime(config).init(jax.random.key(config.seed))
     for (first, simulations), (end, _) in pairwise((*stages, (result.updates, 0))):
@@ -63,10 +68,10 @@ def test_a_training_that_deepens_is_one_after_the_other_of_each_depth(tmp_path: 
     assert_rows_are_as_deep(run)
 
 
-def test_stopped_between_two_depths_it_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config.preset("gymnax:CartPole-v1").replace(DEEPENING)
-    whole = train(config, tmp_path / "whole", quiet=True)
-    run = RunDir(tmp_path / "parts")
+def test_stopped_between_two_depths_it_goes_on_as_if_it_had_not_been(
+    whole: tuple[RunDir, TrainResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = Config.preset("gymnax:CartPole-v1").replace(DEEPENING), RunDir(tmp_path / "parts")
 
     @contextlib.contextmanager
     def stop_once_deeper(_: Callable[[], None]) -> Iterator[Callable[[], bool]]:
@@ -78,8 +83,9 @@ def test_stopped_between_two_depths_it_goes_on_as_if_it_had_not_been(tmp_path: P
     assert not first.finished
     second = resume(run.path, quiet=True)
     assert second.finished
-    assert (second.updates, second.mean_return) == (whole.updates, whole.mean_return)
-    assert_same(saved_state(RunDir(tmp_path / "whole"), config), saved_state(run, config))
+    at_once, result = whole
+    assert (second.updates, second.mean_return) == (result.updates, result.mean_return)
+    assert_same(saved_state(at_once, config), saved_state(run, config))
     assert_rows_are_as_deep(run)
 
 

@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from tiny_runs import TINY, make_tiny_runtime
+from tiny_runs import TINY, assert_same, plain, saved_state
 
 from muzerox import Config, live, resume, train
-from muzerox.checkpoint import Checkpoints
 from muzerox.errors import ConfigError
 from muzerox.live import LiveKnobs
 from muzerox.run_dir import RunDir
@@ -33,32 +31,6 @@ THREADS: dict[str, Any] = {
     "allocation.cores": 1,
 }
 ONE_PROGRAM: dict[str, Any] = {"runtime.loop_count": 5, "search.engine": "mctx", "search.split": 4, "allocation.cores": 1}
-
-
-def saved_state(run: RunDir, config: Config) -> Any:
-    """The newest checkpoint as a process with ``config`` finds it."""
-    runtime, checkpoints = make_tiny_runtime(config), Checkpoints(run.checkpoints, writable=False)
-    state = checkpoints.restore_state(jax.eval_shape(runtime.init, jax.random.key(0)))
-    checkpoints.close()
-    runtime.close()
-    return state
-
-
-def plain(tree: Any) -> list[tuple[str, np.ndarray]]:
-    """Leaves by name; keys as their data."""
-
-    def leaf(x: Any) -> np.ndarray:
-        return np.array(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-
-    return [(jax.tree_util.keystr(path), leaf(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def assert_same(a: Any, b: Any) -> None:
-    left, right = plain(a), plain(b)
-    assert [name for name, _ in left] == [name for name, _ in right]
-    for (name, x), (_, y) in zip(left, right, strict=True):
-        assert x.dtype == y.dtype, name
-        np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 def test_a_switch_at_a_checkpoint_keeps_every_bit(tmp_path: Path) -> None:

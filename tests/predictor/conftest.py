@@ -122,6 +122,7 @@ def family(make_workload: Callable[..., Workload]) -> Callable[[int, int], list[
                 num_envs=float(rng.choice([8, 32, 128, 256])),
                 num_simulations=float(rng.choice([4, 16, 50])),
                 puct=float(rng.integers(2)),
+                search_engine=float(rng.integers(2)),
                 hidden_size=width,
                 represent_flops=4.0 * width**2,
                 dynamics_flops=6.0 * width**2,

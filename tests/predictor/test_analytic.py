@@ -88,13 +88,9 @@ def test_stages_of_threads_equal_a_count_by_hand(make_workload: Make, make_threa
     # The rest is what the same search and learner cost in one program.
     same = seconds(make_workload(num_envs=32.0, loop_count=8.0, reanalyze_fraction=0.25), hardware)
     others = [name for name in STAGES if name not in expected]
-    moved = (
-        "acting_bytes",
-        "learner_bytes",
-        "reanalysis_bytes",
-    )  # large arrays are shared by cores there, where threads meet here
+    # Cores share large arrays there; here they are counted where threads meet.
     by_one = seconds(make_workload(num_envs=32.0, loop_count=8.0, reanalyze_fraction=0.25, cores=1.0), hardware)
-    same |= {name: by_one[name] for name in moved}
+    same |= {name: by_one[name] for name in ("acting_bytes", "learner_bytes", "reanalysis_bytes")}
     assert [found[name] for name in others] == pytest.approx([same[name] for name in others], rel=1e-6)
     # A JAX environment on the host is a program, still.
     assert seconds(make_threaded(host_step_seconds=0.0), hardware)["environment"] > 0.0
@@ -216,7 +212,7 @@ def test_many_measurements_determine_the_coefficients(family: Callable[[int, int
     big = (rows * true / (rows @ true)[:, None]).mean(0) > 0.01
     np.testing.assert_allclose(found[big], true[big], rtol=0.02)
     # The default ridge gives way to as many.
-    np.testing.assert_allclose(rows @ fit_coefficients(rows, rows @ true), rows @ true, rtol=0.11)
+    np.testing.assert_allclose(rows @ fit_coefficients(rows, rows @ true), rows @ true, rtol=0.1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
