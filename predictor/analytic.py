@@ -155,7 +155,7 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
     only touches the nodes on the way, and of Gumbel's two actions it tries both at once.
     """
     simulations = w.num_simulations
-    depth = jnp.sqrt(2.0 * (simulations + 1.0) / w.num_actions)  # few actions make deep trees
+    depth = jnp.sqrt(2.0 * (simulations + 1.0) / w.num_actions)  # fitted with the rest of _TREES: deeper, the fewer actions
     fused, puct = jnp.asarray(w.search_engine) == _FUSED, jnp.asarray(w.puct) > 0.0
     tree = _Tree(*(jnp.where(fused, jnp.where(puct, d, c), jnp.where(puct, b, a)) for a, b, c, d in zip(*_TREES, strict=True)))
     one_by_one = jnp.where(fused & ~puct & (jnp.asarray(w.num_actions) <= 2.0), _AT_ONCE, 1.0)
