@@ -18,6 +18,8 @@ TINY = {
     "train.eval_episodes": 2,
     "search.num_simulations": 2,
     "network.width": 8,
+    "network.depth": 1,
+    "train.unroll_steps": 1,
 }
 
 

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "network.width": 16,
+    "network.depth": 1,
+    "train.unroll_steps": 1,
     "search.num_simulations": 4,
     "replay.capacity": 8192,
     "replay.min_size": 256,
@@ -70,7 +72,7 @@ def test_kills_lose_nothing(env: str, changes: dict[str, Any], kills: int, tmp_p
         process = start(arguments, log)
         if kill % 2:  # while it starts, compiles or resumes, or before its first save
             wait_until((out / "config.toml").exists, process)
-            time.sleep(chance.uniform(0.0, 10.0))
+            time.sleep(chance.uniform(0.0, 6.0))
         else:  # between saves or within one, however slow the machine
             wait_until(lambda: last_saved(log.read_text()) > 0, process)
             time.sleep(chance.uniform(0.0, 1.5))

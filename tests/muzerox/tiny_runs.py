@@ -17,6 +17,7 @@ from muzerox.types import Runtime
 
 TINY = {
     "network.width": 8,
+    "network.depth": 1,
     "search.num_simulations": 2,
     "replay.min_size": 128,
     "runtime.num_envs": 8,

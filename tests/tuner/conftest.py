@@ -30,6 +30,8 @@ TINY = {
     "train.batch_size": 16,
     "search.num_simulations": 2,
     "network.width": 8,
+    "network.depth": 1,
+    "train.unroll_steps": 1,
     "train.td_steps": 4,
 }
 

@@ -202,7 +202,7 @@ def test_fine_knobs_are_covered_by_two_trials() -> None:
 
 
 TINY = {"replay.min_size": 64, "replay.capacity": 8192, "runtime.num_envs": 8, "runtime.loop_count": 2, "network.width": 8}
-TINY |= {"train.batch_size": 16, "search.num_simulations": 2, "train.td_steps": 4, "train.target_period": 50}
+TINY |= {"network.depth": 1, "train.batch_size": 16, "search.num_simulations": 2, "train.td_steps": 4, "train.target_period": 50}
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,8 @@ TINY = {
     "train.batch_size": 16,
     "search.num_simulations": 2,
     "network.width": 8,
+    "network.depth": 1,
+    "train.unroll_steps": 1,
     "train.td_steps": 4,
     "train.max_env_steps": 2000,
     "train.eval_episodes": 2,
@@ -175,9 +177,9 @@ def test_killed_twenty_times_a_tuning_loses_and_repeats_no_trial(tmp_path: Path)
         if kill % 4 == 0:  # soon after a trial has ended, however slow the machine
             while " trial " not in (tmp_path / "log").read_text() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(rng.uniform(0.0, 6.0))
+            time.sleep(rng.uniform(0.0, 4.0))
         else:  # while it starts, resumes or measures
-            time.sleep(rng.uniform(3.0, 12.0))
+            time.sleep(rng.uniform(2.0, 9.0))
         assert process.poll() is None, (tmp_path / "log").read_text()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
