@@ -4,6 +4,7 @@ Reads what ``collect.py`` measured. In distribution: a fifth of the processes ar
 is fitted to 16, 32, 64 and all of the others' configurations. Transfer: an environment, a runtime, a family of networks or a
 number of cores is held out whole; the predictor learns from the rest and is calibrated by one, or eight, of what it has not seen.
 All of that is within one machine (``--machine``, by default the one with the most rows); then every machine is held out in turn.
+The simulated pipeline is held against measured ones of threads.
 Kendall's tau and slowdowns are within a task. Needs the extra ``muzerox[benchmarks]``.
 """
 
@@ -127,6 +128,38 @@ def transfer(data: Data, count: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def simulation(data: Data, count: int) -> dict[str, float]:
+    """How far the simulated pipeline is from measured ones of threads that were held out, next to the analytic bounds.
+
+    Both have the coefficients of stages that the other configurations teach.
+    """
+    from predictor import RuntimePredictor, stack
+    from predictor.analytic import stack_rates, stages
+    from predictor.metrics import METRICS, kendall_within, relative_errors
+    from predictor.simulator import simulate
+
+    found: dict[str, list[float]] = {}
+    for pool, test in track(list(splits(data, count)), "simulation", console=console):
+        chosen = [i for i in test if data.measurements[i].workload.sebulba]
+        if not chosen:
+            continue
+        measurements, tasks = [data.measurements[i] for i in chosen], [data.tasks[i] for i in chosen]
+        model = RuntimePredictor().fit([data.measurements[i] for i in pool], train=False)
+        workload, rates = stack([m.workload for m in measurements]), stack_rates([m.hardware for m in measurements])
+        ran = simulate(stages(workload, rates) * model.params.coefficients, workload, rates)
+        measured = np.log([m.seconds_per_env_step for m in measurements])
+        expected = {
+            "simulated": np.log(np.asarray(ran.seconds_per_env_step)),
+            "base": by_machine(model.base_log_seconds, measurements),
+        }
+        for name, logs in expected.items():
+            found.setdefault(f"{name}_mape", []).append(METRICS["mape"](logs, measured, tasks))
+            found.setdefault(f"{name}_tau", []).append(kendall_within(logs, measured, tasks))
+        busy = np.log([m.cpu_use for m in measurements])
+        found.setdefault("cpu_use_mape", []).append(float(np.mean(relative_errors(np.log(np.asarray(ran.cpu_use)), busy))))
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
 def memory(data: Data, count: int) -> dict[str, float]:
     """Error of peak memory, and how failures of memory are foreseen, by predictors fitted to the other part."""
     from predictor import RuntimePredictor
@@ -162,6 +195,11 @@ def show(figures: dict[str, Any]) -> None:
     for name, found in figures["transfer"].items():
         lines.add_row(name, *(f"{x:.1%}" for x in found.values()))
     console.print(lines)
+    simulated = figures["simulation"]
+    console.print(
+        f"pipelines of threads: simulated {simulated['simulated_mape']:.1%}, tau {simulated['simulated_tau']:.2f}, cores busy "
+        f"{simulated['cpu_use_mape']:.1%}; by the base {simulated['base_mape']:.1%}, {simulated['base_tau']:.2f}"
+    )
     console.print(
         f"measuring again differs by {figures['noise_floor']:.1%} ({figures['repeated']} configurations), so that a perfect "
         f"prediction of means of two is off by {figures['noise_floor_of_means']:.1%}; "
@@ -200,6 +238,7 @@ def main() -> None:
         "noise_floor_of_means": floor_of_means(data.repeated),
         "in_distribution": found,
         "transfer": transfer(data, args.splits) | (transfer(everywhere, args.splits) if len(machines) > 1 else {}),
+        "simulation": simulation(data, args.splits),
         "memory": memory(data, args.splits),
     }
     show(figures)
