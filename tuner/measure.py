@@ -67,7 +67,11 @@ class Worker:
         self._buffer = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
-        self._send(request)
+        try:
+            self._send(request)
+        except WorkerFailed:  # it has ended already
+            self.stop()
+            raise
 
     def __enter__(self) -> Worker:
         return self

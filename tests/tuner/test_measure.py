@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -176,12 +177,27 @@ def test_an_exception_in_a_run_is_a_row(tiny: Config) -> None:
 @pytest.mark.parametrize("said", ["garbage", "[1, 2]", "{'outcome': 'ok'", chr(0) * 100])
 def test_what_prints_garbage_is_a_row(said: str) -> None:
     class Garbled(Worker):
-        command = ("-c", f"print({said!r})")
+        command = ("-c", f"input()\nprint({said!r})")  # not before it was asked: it would be gone by then
 
     with Garbled({}) as worker, pytest.raises(WorkerFailed, match="its answer is none") as caught:
         worker.answer()
     assert caught.value.outcome == Outcome.CRASHED
     assert "\n" not in str(caught.value)
+
+
+def test_who_has_ended_before_it_is_asked_leaves_nothing_open() -> None:
+    class Gone(Worker):
+        command = ("-c", "import sys; sys.exit(3)")
+
+        def _send(self, request: dict[str, Any]) -> None:
+            self._process.wait()  # as where this process has no core for a while
+            super()._send(request)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WorkerFailed, match="exit code 3"):
+        Gone({})
+    gc.collect()  # an unclosed file would be an error
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_loss_that_is_not_finite_is_a_row(tiny: Config, machine: Hardware) -> None:
