@@ -97,7 +97,7 @@ def compile_annealer(config: Any, hardware: Any) -> None:
     enable_cache()
     space = resumable_space(config, hardware.platform)
     proposer = Proposer(space, hardware, RuntimePredictor.pretrained(), jax.random.key(0), 0.0)
-    proposer.learn([(space.start, measured(space, space.start, Level(1e-4, (1.0,) * 3, 1.0, 1.0, 1), hardware))])
+    proposer.learn([(space.start, measured(space, space.start, Level(1e-4, 1e-4, (1.0,) * 3, 1.0, 1.0, 1), hardware))])
     proposer.propose(1)
 
 

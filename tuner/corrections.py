@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -203,6 +204,16 @@ def would_run(config: Config, measured: Measurement, predictor: RuntimePredictor
         return None
     wanted = seen(config, measured, predictor, hardware).wanted[1]
     return f"allocation.memory_gib = {_quarters(min(wanted, hardware.memory_bytes)):g}"
+
+
+def more_memory(config: Config, changes: Mapping[str, Any], predictor: RuntimePredictor, hardware: Hardware) -> dict[str, float]:
+    """Change of allocation.memory_gib that a run needs to go on with ``changes``; empty where what it is kept to will do."""
+    given = config.allocation.memory_gib
+    if given is None or set(changes) <= {"allocation.cores", "runtime.loop_count"}:
+        return {}
+    expected = predictor.predict(describe(config.replace(changes)), hardware).peak_bytes
+    wanted = min(_quarters(expected + allocate.SAFETY_BYTES), hardware.memory_bytes / GIB)
+    return {"allocation.memory_gib": wanted} if wanted > given else {}
 
 
 def _quarters(size: float) -> float:

@@ -23,6 +23,7 @@ WINDOW_SECONDS, WINDOW_REPORTS = 6.0, 6
 STAGE_BAND = 2.0  # times longer, or shorter, than what the other stages' clocks say of the machine
 OWN_BAND = 1.25  # the same than it took before: beside others that take longer, one that has not changed looks shorter
 SPEED_BAND = 1.8  # times slower, when nothing else changed: machines are slower by a half for minutes
+STEADY_BAND = 1.25  # times slower, or faster, that the end of a window is than its beginning, where costs no longer move
 EVENT_BAND = 1.65  # the same where something has changed that explains it: the length of episodes, a buffer that is full
 QUICKER = 1.25  # times faster that all of a window must be, to be the reference from then on
 LENGTH_BAND = 3.0  # times longer, or shorter, that episodes are
@@ -50,10 +51,11 @@ class Report(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Costs of a stretch of training: medians of its reports."""
+    """Costs of a stretch of training."""
 
-    seconds_per_env_step: float
-    clocks: tuple[float, ...]
+    seconds_per_env_step: float  # of all of it
+    typical: float  # the same by the median of its reports: a few slow ones do not move it
+    clocks: tuple[float, ...]  # medians
     mean_length: float  # over all its episodes; NaN of fewer than MIN_EPISODES
     fill: float  # at its end
     simulations: int  # likewise
@@ -130,7 +132,8 @@ def level(reports: Sequence[Report]) -> Level:
     count = sum(n for n, _ in episodes)
     clocks = [[x for x in column if x > 0] for column in zip(*(report.clocks for report in reports), strict=True)]
     return Level(
-        seconds_per_env_step=statistics.median(report.seconds_per_env_step for report in reports),
+        seconds_per_env_step=_pace(reports),
+        typical=statistics.median(report.seconds_per_env_step for report in reports),
         clocks=tuple(statistics.median(column) if column else math.nan for column in clocks),
         mean_length=sum(n * length for n, length in episodes) / count if count >= MIN_EPISODES else math.nan,
         fill=reports[-1].fill,
@@ -146,7 +149,7 @@ def watch(state: State, report: Report) -> tuple[State, Reason | None]:
     state = _count_returns(state, report)
     if report.simulations != state.simulations:
         if state.simulations and state.reference is None:  # searches have deepened before it was seen what a phase costs
-            nothing = Level(math.nan, (math.nan,) * len(STAGES), math.nan, report.fill, state.simulations)
+            nothing = Level(math.nan, math.nan, (math.nan,) * len(STAGES), math.nan, report.fill, state.simulations)
             state = state._replace(reference=nothing)
         state = state._replace(simulations=report.simulations, settled=0.0, reports=())
     if state.settled < SETTLE_SECONDS:
@@ -158,9 +161,9 @@ def watch(state: State, report: Report) -> tuple[State, Reason | None]:
             return state, None
         now = level(state.reports)
         state = state._replace(reports=(), reference=now)
-        if now.seconds_per_env_step > SPEED_BAND * state.expected:  # NaN: nothing was expected
-            text = f"steps cost {now.seconds_per_env_step / state.expected:.1f} times the seconds that were predicted"
-            foretold = now._replace(seconds_per_env_step=state.expected)
+        if now.typical > SPEED_BAND * state.expected:  # NaN: nothing was expected
+            text = f"steps cost {now.typical / state.expected:.1f} times the seconds that were predicted"
+            foretold = now._replace(seconds_per_env_step=state.expected, typical=state.expected)
             return state, Reason("prediction", text, foretold, now)
         return state, None
     while _enough(state.reports[1:], WINDOW_SECONDS, WINDOW_REPORTS):
@@ -172,13 +175,19 @@ def watch(state: State, report: Report) -> tuple[State, Reason | None]:
     reason = _changed(reference, now, thirds)
     if reason is not None:
         return fresh(state)._replace(settled=SETTLE_SECONDS), reason
-    slowest = max(third.seconds_per_env_step for third in thirds)
-    if QUICKER * slowest < reference.seconds_per_env_step:  # the machine is quicker than it was: so fast this can be
-        state = state._replace(reference=reference._replace(seconds_per_env_step=slowest))
+    slowest = max(third.typical for third in thirds)
+    if QUICKER * slowest < reference.typical:  # the machine is quicker than it was: so fast this can be
+        state = state._replace(reference=reference._replace(typical=slowest))
     if not state.flat and report.progress >= FLAT_AFTER and _is_flat(state.blocks):
         state = state._replace(flat=True)
         return state, Reason("return", "the return has become flat", now, now)
     return state, None
+
+
+def is_steady(reports: Sequence[Report]) -> bool:
+    """Whether steps cost at the end of some reports, at least three, what they did at their beginning."""
+    first, *_, last = map(_pace, _thirds(reports))
+    return 1.0 / STEADY_BAND < last / first < STEADY_BAND
 
 
 def fresh(state: State, expected: float = math.nan) -> State:
@@ -193,6 +202,11 @@ def fresh(state: State, expected: float = math.nan) -> State:
     )
 
 
+def _pace(reports: Sequence[Report]) -> float:
+    """Seconds an environment step of all of them: where data come in bursts, as long episodes end, most reports are quick."""
+    return sum(report.seconds for report in reports) / sum(report.seconds / report.seconds_per_env_step for report in reports)
+
+
 def _enough(reports: Sequence[Report], seconds: float, count: int) -> bool:
     return len(reports) >= count and sum(report.seconds for report in reports) >= seconds
 
@@ -205,10 +219,10 @@ def _thirds(reports: Sequence[Report]) -> list[Sequence[Report]]:
 def _changed(before: Level, now: Level, thirds: Sequence[Level]) -> Reason | None:
     """The reason that every third of a window agrees on; that searches have deepened is known, and needs no evidence."""
     if now.simulations != before.simulations:
-        ratio = now.seconds_per_env_step / before.seconds_per_env_step
+        ratio = now.typical / before.typical
         cost = "" if math.isnan(ratio) else f"; steps cost {ratio:.1f} times the seconds"
         return Reason("search", f"a search makes {now.simulations} simulations, it made {before.simulations}{cost}", before, now)
-    slower = min(third.seconds_per_env_step for third in thirds) / before.seconds_per_env_step
+    slower = min(third.typical for third in thirds) / before.typical
     beside = [_deviations(before, third) for third in thirds]
     # Where one of three stages takes longer, the others seem shorter beside it: the largest deviation is the one that is told.
     changed = {}
@@ -225,7 +239,7 @@ def _changed(before: Level, now: Level, thirds: Sequence[Level]) -> Reason | Non
         text = f"{MEANING[STAGES[index]]} takes {ratio:.1f} times as long{_also(before, now)}"
         return Reason(STAGES[index], text, before, now)
     if slower > (EVENT_BAND if _also(before, now) else SPEED_BAND):
-        ratio = now.seconds_per_env_step / before.seconds_per_env_step
+        ratio = now.typical / before.typical
         return Reason("speed", f"steps cost {ratio:.1f} times the seconds they did{_also(before, now)}", before, now)
     return None
 

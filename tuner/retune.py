@@ -23,9 +23,7 @@ import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner import phases, switches
-from tuner.allocate import SAFETY_BYTES
 from tuner.bridge import (
-    GIB,
     Config,
     RunDir,
     ask_live,
@@ -35,6 +33,7 @@ from tuner.bridge import (
     get,
 )
 from tuner.child import Child, Follower
+from tuner.corrections import more_memory
 from tuner.history import HISTORY, shared_measurements
 from tuner.neighbourhood import resumable_space
 from tuner.objective import STALENESS_PRICE
@@ -42,11 +41,11 @@ from tuner.phases import Level, Reason, Report
 from tuner.proposer import Point, Proposer
 from tuner.space import Space, feasible, workloads
 from tuner.switches import Switch
-from tuner.workload import describe
 
 NOTHING = 0.01  # a knob that is expected to win less than this share stays as it is
 CANDIDATES = 3  # of a phase; then it is left alone until something changes again
 POLL_SECONDS = 0.25
+WINDOWS = 4  # that costs are given to stop moving in, once they were seen to change
 MEASURE_SECONDS = 8.0  # of a candidate, once it has settled
 RELEASE_SHARE = 0.02  # of what is left of the training, that looking whether cores can be released may take
 RELEASED = 0.98  # of the steps/s, that fewer cores must keep
@@ -196,6 +195,10 @@ class _Phases:
         if reason.kind == "return":
             self._release(reason)
             return
+        settled = self._settled(reason)
+        if settled is None:
+            return  # ended, or searches have deepened, which is for another phase to look at
+        reason = settled
         more = reason.now.clocks[0] - reason.before.clocks[0]  # of a row; NaN without environments on the host
         self.host_step_more += more / self.config.runtime.num_envs if math.isfinite(more) else 0.0
         left = self._seconds_left(reason.now.seconds_per_env_step)
@@ -205,6 +208,20 @@ class _Phases:
         seconds = self._anneal(reason)
         if seconds is not None:
             self.state = phases.fresh(self.state, expected=seconds)
+
+    def _settled(self, reason: Reason) -> Reason | None:
+        """``reason`` with costs as they are once they have stopped moving: a change is seen while it goes on.
+
+        What is left of the training and what a switch wins would both be told wrongly by costs of the way there.
+        """
+        for _ in range(WINDOWS):
+            reports = self._gather(settle=0.0, seconds=phases.WINDOW_SECONDS)
+            if reports is None or reports[-1].simulations != reason.now.simulations:
+                return None
+            reason = reason._replace(now=phases.level(reports))
+            if phases.is_steady(reports):
+                break
+        return reason
 
     def _anneal(self, reason: Reason) -> float | None:
         """Tries what the predictor, with history and the training itself in mind, thinks is best. Seconds a step at the end."""
@@ -279,7 +296,8 @@ class _Phases:
         None: the training has ended, or its searches have deepened, which is for another phase to look at.
         """
         assert self.last is not None
-        changes = {**changes, **self._memory(changes)}
+        if self.taught is not None:
+            changes = {**changes, **more_memory(self._now, changes, self.taught, self.hardware)}
         back = {path: get(self.config, path) for path in changes}
         live = self._is_live(changes)
         switch = Switch(
@@ -332,15 +350,6 @@ class _Phases:
         switches.append(self.run, row)
         self.say(f"{verdict}: {_text(switch.after)}" + (f", {gain:.2f} times as fast" if gain is not None else ""))
 
-    def _memory(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """More memory, where the run is kept to some and the changed one is expected to need more."""
-        given = self.config.allocation.memory_gib
-        if given is None or self.taught is None or set(changes) <= {"allocation.cores", "runtime.loop_count"}:
-            return {}
-        expected = self.taught.predict(describe(self._now.replace(changes)), self.hardware).peak_bytes
-        wanted = min(math.ceil(4.0 * (expected + SAFETY_BYTES) / GIB) / 4.0, self.hardware.memory_bytes / GIB)
-        return {"allocation.memory_gib": wanted} if wanted > given else {}
-
     def _is_live(self, changes: Mapping[str, Any]) -> bool:
         """Whether the training takes all of it as it runs; cores up to those its process was started with."""
         most = self.started_cores or self.hardware.cores
@@ -370,18 +379,18 @@ class _Phases:
                 return "failed"
         return "ended" if code in (0, 130) else "failed"
 
-    def _gather(self) -> list[Report] | None:
-        """Reports of MEASURE_SECONDS once it has settled, or the first one that is deeper; None when the training ends before."""
+    def _gather(self, settle: float = phases.SETTLE_SECONDS, seconds: float = MEASURE_SECONDS) -> list[Report] | None:
+        """Reports of so many seconds once it has settled, or the first one that is deeper; None when the training ends before."""
         settled, kept = 0.0, deque[Report]()
         while self.child.wait(POLL_SECONDS) is None:
             for report in self._reports():
                 if report.simulations != self.state.simulations:
                     return [report]
-                if settled < phases.SETTLE_SECONDS:
+                if settled < settle:
                     settled += report.seconds
                 else:
                     kept.append(report)
-            if len(kept) >= phases.WINDOW_REPORTS and sum(report.seconds for report in kept) >= MEASURE_SECONDS:
+            if len(kept) >= phases.WINDOW_REPORTS and sum(report.seconds for report in kept) >= seconds:
                 return list(kept)
         return None
 

@@ -261,6 +261,21 @@ def test_from_too_little_memory(machine: Hardware, workload: Workload) -> None:
     assert more.allocation.memory_gib >= 2.0 * after.allocation.memory_gib
 
 
+def test_a_running_training_is_given_more_memory_for_a_change_that_needs_it(machine: Hardware, tiny: Config) -> None:
+    predictor = RuntimePredictor()
+    little = concrete(tiny, "cpu").replace("allocation.memory_gib", 1.0)
+    more = corrections.more_memory(little, {"replay.capacity": 4_000_000}, predictor, machine)
+    expected = predictor.predict(describe(little.replace("replay.capacity", 4_000_000)), machine).peak_bytes
+    assert expected < more["allocation.memory_gib"] * 2**30 < expected + allocate.SAFETY_BYTES + 2**28
+    assert corrections.more_memory(little, {"replay.capacity": 2_000_000_000}, predictor, machine) == {
+        "allocation.memory_gib": machine.memory_bytes / 2**30
+    }, "no more than there is"
+    assert corrections.more_memory(tiny, {"replay.capacity": 4_000_000}, predictor, machine) == {}, "it may take what it likes"
+    plenty = little.replace("allocation.memory_gib", machine.memory_bytes / 2**30)
+    assert corrections.more_memory(plenty, {"replay.capacity": 4_000_000}, predictor, machine) == {}
+    assert corrections.more_memory(little, {"runtime.loop_count": 1}, predictor, machine) == {}
+
+
 @pytest.mark.parametrize(
     ("capacity", "gib", "nearest"), [(40_000_000, 1.0, "valid: "), (8192, 0.001, "valid: allocation.memory_gib")]
 )

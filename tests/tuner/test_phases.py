@@ -98,6 +98,20 @@ def test_a_change_of_regime_is_seen_within_its_window(change: dict[str, float], 
         assert len(found) <= 2  # and once it has been told, what follows is the new phase
 
 
+def test_costs_that_still_move_are_not_steady() -> None:
+    own = 0.05
+    for seed in range(5):
+        for count in (12, 20):
+            steady, before = (
+                series(seed, count, change={"steps": 5.0, "length": 10.0}, at=at, own=own) for at in (0, count // 2)
+            )
+            if len({round(report.clocks[1], 2) for report in steady}) == 1:  # the machine itself was as quick all the time
+                assert phases.is_steady(steady)
+            assert not phases.is_steady(before)
+            assert not phases.is_steady(before[::-1]), "nor where they become less"
+            assert phases.is_steady([before[-1]] * 3)
+
+
 def test_a_few_slow_reports_are_no_change() -> None:
     for seed in range(20):
         reports = series(seed, 150, own=0.05)
