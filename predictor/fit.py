@@ -127,17 +127,17 @@ def fit(
     count = len(measured)
     workload, hardware = _table(measured)
     raw = np.asarray(_stages(workload, hardware))
-    graph = build_graph(workload, hardware, raw)
-    corrected = (
-        float(before.shrinkage) * np.clip(np.asarray(apply_network(before.network, graph)), -before.limit, before.limit)[:count]
-    )
+    heard = float(before.shrinkage)
+    graph = build_graph(workload, hardware, raw) if train or heard else None
+    said = np.zeros(count) if graph is None else np.asarray(apply_network(before.network, graph))[:count]
+    corrected = heard * np.clip(said, -before.limit, before.limit)
     target = np.log([m.seconds_per_env_step or math.nan for m in measured]) - corrected
     groups = [_program(m) for m in measured]
     coefficients, spread, errors, deviations = _fit_base(target, measured, raw, (workload, hardware), before, known, groups)
 
     network, shrinkage, limit = before.network, before.shrinkage, before.limit
     left = errors
-    if train and len(set(groups)) >= _FEWEST_TO_TRAIN:
+    if train and graph is not None and len(set(groups)) >= _FEWEST_TO_TRAIN:
         # What the network should say in all; what it is trained on was not known to the base either.
         wanted = errors + corrected
         trained, said = _train_in_folds(key, before.network, graph, wanted, groups)

@@ -38,11 +38,15 @@ class Params(NamedTuple):
     """Everything that is fitted."""
 
     coefficients: Value  # [S] of the stages
-    network: Network
+    network: Network  # empty: none
     shrinkage: Value  # [] in [0, 1], of the network's output
     limit: Value  # [] largest correction of log seconds
     spread: Spread
     offsets: Offsets
+
+    def heard(self) -> Params:
+        """The same without a network that has no say, which takes seconds to trace and compile. Not inside ``jax.jit``."""
+        return self if float(self.shrinkage) > 0.0 else self._replace(network={})
 
 
 @functools.cache
@@ -64,6 +68,8 @@ def log_seconds(params: Params, workload: Workload, hardware: Rates) -> jax.Arra
     stage_seconds = stages(workload, hardware)
     shape = stage_seconds.shape[:-1]
     base = _base(params, stage_seconds, workload, hardware)
+    if not params.network:
+        return base
 
     def correction() -> jax.Array:
         raw = _residual(params.network, workload, hardware, stage_seconds)
@@ -211,7 +217,7 @@ class RuntimePredictor:
         """Offsets alone, which a single baseline run determines; measurements oldest first."""
         if not measurements:
             return self
-        rows = [_estimates(self.params, m.workload, hardware_rates(m.hardware)) for m in measurements]
+        rows = [_estimates(self.params.heard(), m.workload, hardware_rates(m.hardware)) for m in measurements]
         estimates = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
         scale = machine_scale([measurements[-1].hardware], self.machines)
         offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets, scale=scale)
@@ -219,7 +225,7 @@ class RuntimePredictor:
 
     def predict(self, workload: Workload, hardware: Hardware) -> Prediction:
         """What one workload, fields numbers, is expected to cost."""
-        estimates = {k: float(v) for k, v in _estimates(self.params, workload, hardware_rates(hardware)).items()}
+        estimates = {k: float(v) for k, v in _estimates(self.params.heard(), workload, hardware_rates(hardware)).items()}
         seconds, compiling, warming, cpu = (
             math.exp(estimates[name] + float(getattr(self.params.offsets, name)))
             for name in ("log_seconds", "log_compile", "log_warmup", "log_cpu")
@@ -250,7 +256,7 @@ class RuntimePredictor:
 
     def log_seconds(self, workload: Workload, hardware: Hardware) -> jax.Array:
         """Log of seconds an environment step, fields [] or [C]; traceable. See :func:`log_seconds` for use in an annealer."""
-        return _log_seconds(self.params, workload, hardware_rates(hardware))
+        return _log_seconds(self.params.heard(), workload, hardware_rates(hardware))
 
     def base_log_seconds(self, workload: Workload, hardware: Hardware) -> jax.Array:
         """The same by the analytic base alone, to compare with."""

@@ -85,8 +85,14 @@ def cost(measurement: Measurement, hardware: Hardware, limits: Limits) -> float:
     seconds = measurement.seconds_per_env_step
     if not seconds:
         return math.inf
-    paid = price(measurement.workload, hardware_rates(hardware), limits.staleness_price) + log_rent(measurement.workload, limits)
-    return math.log(seconds) + float(paid) + missed_power(measurement, limits)
+    paid = float(_paid(measurement.workload, hardware_rates(hardware), limits))
+    return math.log(seconds) + paid + missed_power(measurement, limits)
+
+
+@jax.jit
+def _paid(workload: Workload, hardware: Rates, limits: Limits) -> Value:
+    """Prices and log of the rent of candidates, fields [] or [C]."""
+    return log_rent(workload, limits) + price(workload, hardware, limits.staleness_price)
 
 
 def energy(
@@ -126,8 +132,7 @@ def energy(
     allowed = feasible(workload, limits.max_num_envs, limits.max_staleness)
     most = jnp.minimum(params.offsets.feasible_bytes, limits.max_bytes)
     allowed &= fits(workload, hardware, params.offsets.process_bytes, most) & ~seen
-    paid = log_rent(workload, limits) + price(workload, hardware, limits.staleness_price)
-    return jnp.where(allowed, time + paid, jnp.inf)
+    return jnp.where(allowed, time + _paid(workload, hardware, limits), jnp.inf)
 
 
 def excluded(space: Space, known: Sequence[Sequence[int]]) -> jax.Array:

@@ -103,7 +103,7 @@ class Proposer:
         """What the energy takes beside points."""
         curious = jnp.float32(self.curiosity if curiosity is None else curiosity)
         return (
-            self.predictor.params,
+            self.predictor.params.heard(),
             hardware_rates(self.hardware),
             self.space.base,
             self.space.tables(),

@@ -73,6 +73,9 @@ def _covariance(residual: Residual, points: jax.Array, others: jax.Array) -> jax
     return residual.constant**2 + residual.effect**2 * effects + residual.point**2 * jnp.exp(-far)
 
 
+_compiled_covariance = jax.jit(_covariance)
+
+
 def evaluate(residual: Residual, points: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What is to be added to predicted log seconds of int32 [C, D], and its standard deviation; float32 [C] each."""
     covariance = _covariance(residual, points, residual.measured)
@@ -93,7 +96,7 @@ def make_residual(space: Space, points: Sequence[Sequence[int]], missed: Sequenc
     plain = Residual(*arrays, *map(jnp.float32, (0, 0, 0)))
     parts = [plain._replace(**{name: jnp.float32(1.0)}) for name in ("constant", "effect", "point")]
     constant, effects, together = (
-        np.asarray(_covariance(part, part.measured, part.measured), np.float64)[:count, :count] for part in parts
+        np.asarray(_compiled_covariance(part, part.measured, part.measured), np.float64)[:count, :count] for part in parts
     )
     target, best = np.asarray(missed, np.float64), -math.inf
     weights, root, chosen = np.zeros(count), np.zeros((count, count)), _LIKELY

@@ -264,6 +264,7 @@ def select(table: jax.Array, points: jax.Array, sizes: Sequence[int]) -> jax.Arr
     return jnp.matmul(table, jnp.concatenate(chosen).astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
+@jax.jit
 def workloads(base: Workload, tables: Tables, points: jax.Array) -> Workload:
     """The batched Workload of int32 points [C, D]: ``base`` with what each choice sets. Leaves float32 [C]."""
     sizes = [len(next(iter(table.values()))) for table in tables]
