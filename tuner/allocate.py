@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 RESOURCES = ("cores", "memory_bytes", "device_memory_bytes")
@@ -45,10 +46,12 @@ def allocate(wanted: ArrayLike, limits: Limits) -> jnp.ndarray:
     return jnp.minimum(jnp.maximum(jnp.asarray(wanted, jnp.float32), limits.minimum), limits.maximum)
 
 
-def correction(measured: ArrayLike, predicted: ArrayLike) -> jnp.ndarray:
-    """Measured over predicted use: the median over the history. [H, R] each, NaN where unknown; float32 [R], 1 without any."""
-    ratio = jnp.asarray(measured, jnp.float32) / jnp.asarray(predicted, jnp.float32)
-    ratio = jnp.where(jnp.isfinite(ratio), ratio, jnp.nan)
-    padded = jnp.concatenate([ratio, jnp.full((1, ratio.shape[-1]), jnp.nan)])  # the median of nothing is not allowed
-    median = jnp.nanmedian(padded, axis=0)
-    return jnp.where(jnp.isnan(median), 1.0, median)
+def correction(measured: ArrayLike, predicted: ArrayLike) -> np.ndarray:
+    """Measured over predicted use: the median over the history. [H, R] each, NaN where unknown; float32 [R], 1 without any.
+
+    In NumPy: every length of the history would be a program of its own.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.asarray(measured, np.float32) / np.asarray(predicted, np.float32)
+    known = [column[np.isfinite(column)] for column in ratios.T]
+    return np.array([np.median(column) if column.size else 1.0 for column in known], np.float32)

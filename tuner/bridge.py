@@ -22,7 +22,7 @@ from muzerox.allocation import GIB, available_cores, available_memory
 from muzerox.cli import add_config_arguments, add_output_arguments, make_config
 from muzerox.commands import Command, Extension
 from muzerox.compilation import cache_use, enable_cache, home
-from muzerox.config import Config
+from muzerox.config import Config, NetworkConfig
 from muzerox.config_io import dumps as toml
 from muzerox.config_io import load as load_config
 from muzerox.config_io import parse_assignment
@@ -50,6 +50,7 @@ __all__ = [
     "ConfigError",
     "Extension",
     "HostEnvironment",
+    "NetworkConfig",
     "RunDir",
     "RunFailed",
     "Session",

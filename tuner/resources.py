@@ -66,7 +66,7 @@ def correction(runs: Iterable[tuple[Measurement, Sequence[float]]]) -> np.ndarra
     if not pairs:
         return np.ones(len(allocate.RESOURCES), np.float32)
     measured, predicted = (np.array(x, np.float32) for x in zip(*pairs, strict=True))
-    return np.asarray(allocate.correction(measured, np.where(predicted > 0, predicted, np.nan)))
+    return allocate.correction(measured, np.where(predicted > 0, predicted, np.nan))
 
 
 def _seen(measured: Measurement) -> np.ndarray:

@@ -11,6 +11,7 @@ import math
 import platform as host
 import statistics
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from tuner.bridge import (
     POLICIES,
     Config,
     HostEnvironment,
+    NetworkConfig,
     RunFailed,
     available_cores,
     environment,
@@ -42,23 +44,6 @@ def describe(config: Config) -> Workload:
     """
     spec = environment(config.env).spec
     policy = POLICIES[config.precision.level]
-    model = make_model(config.network, spec, policy)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-
-    def observations(rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *spec.observation_shape), spec.observation_dtype)
-
-    def costs_of(rows: int) -> dict[str, Cost]:
-        action = jax.ShapeDtypeStruct((rows,), np.int32)
-        hidden = jax.eval_shape(model.represent, params, observations(rows))
-        return {
-            "represent": count_cost(model.represent, params, observations(rows)),
-            "dynamics": count_cost(model.dynamics, params, hidden, action),
-            "predict": count_cost(model.predict, params, hidden),
-        }
-
-    costs, of_two = costs_of(1), costs_of(2)
-    hidden = jax.eval_shape(model.represent, params, observations(1))
     search, train = config.search, config.train
     bits = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
     return Workload(
@@ -66,13 +51,7 @@ def describe(config: Config) -> Workload:
         num_actions=float(spec.num_actions),
         num_players=float(spec.num_players),
         num_envs=float(config.runtime.num_envs),
-        **{f"{name}_flops": cost.flops for name, cost in costs.items()},
-        **{f"{name}_params": cost.params for name, cost in costs.items()},
-        **{f"{name}_layers": cost.layers for name, cost in costs.items()},
-        # Of one row more: parameters are made narrower once, whatever the number of rows.
-        **{f"{name}_elements": of_two[name].elements - cost.elements for name, cost in costs.items()},
-        **{f"{name}_moved": of_two[name].moved - cost.moved for name, cost in costs.items()},
-        hidden_size=float(math.prod(hidden.shape)),
+        **_describe_networks(config.env, config.network, config.precision.level),
         num_bins=float(config.network.num_bins),
         num_simulations=float(search.num_simulations),
         puct=float(search.algorithm == "muzero"),
@@ -93,6 +72,37 @@ def describe(config: Config) -> Workload:
         memory_bytes=(config.allocation.memory_gib or 0.0) * GIB,
         **_describe_runtime(config),
     )
+
+
+@functools.lru_cache(64)
+def _describe_networks(env_id: str, network: NetworkConfig, level: str) -> dict[str, float]:
+    """The fields of a Workload that networks alone decide, by their traces; most configurations of a tuning share them."""
+    spec = environment(env_id).spec
+    model = make_model(network, spec, POLICIES[level])
+    params = jax.eval_shape(model.init, jax.random.key(0))
+
+    def shapes_of(rows: int) -> tuple[jax.ShapeDtypeStruct, Any]:
+        observations = jax.ShapeDtypeStruct((rows, *spec.observation_shape), spec.observation_dtype)
+        return observations, jax.eval_shape(model.represent, params, observations)
+
+    def costs_of(rows: int) -> dict[str, Cost]:
+        observations, hidden = shapes_of(rows)
+        return {
+            "represent": count_cost(model.represent, params, observations),
+            "dynamics": count_cost(model.dynamics, params, hidden, jax.ShapeDtypeStruct((rows,), np.int32)),
+            "predict": count_cost(model.predict, params, hidden),
+        }
+
+    costs, of_two = costs_of(1), costs_of(2)
+    return {
+        **{f"{name}_flops": cost.flops for name, cost in costs.items()},
+        **{f"{name}_params": cost.params for name, cost in costs.items()},
+        **{f"{name}_layers": cost.layers for name, cost in costs.items()},
+        # Of one row more: parameters are made narrower once, whatever the number of rows.
+        **{f"{name}_elements": of_two[name].elements - cost.elements for name, cost in costs.items()},
+        **{f"{name}_moved": of_two[name].moved - cost.moved for name, cost in costs.items()},
+        "hidden_size": float(math.prod(shapes_of(1)[1].shape)),
+    }
 
 
 def _describe_runtime(config: Config) -> dict[str, float]:
