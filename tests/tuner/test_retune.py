@@ -121,7 +121,7 @@ SETTINGS = {
     "train.replay_ratio": 1.0,
     "train.eval_period": 1_000_000_000,
     "train.eval_episodes": 2,
-    "train.max_env_steps": 260_000,
+    "train.max_env_steps": 180_000,
     "train.target_return": None,  # nothing is left of a training whose return may be reached at any moment
 }
 FOLLOW = """
