@@ -76,8 +76,8 @@ class _Tree(NamedTuple):
     node_passes: Value  # of N: mctx copies the tree
 
 
-# Half-way, in logarithms, between searches whose networks answer at random, which make deep trees, and those with networks that have
-# learnt nothing yet, whose trees are shallow (139 searches timed alone in all).
+# Half-way, in logarithms, between searches whose networks answer at random, which make deep trees, and those whose networks have
+# learnt nothing yet, which make shallow ones (139 searches timed alone in all).
 _TREES = (
     _Tree(34.0, 8.6, 151.0, 1.7, 8.5),  # mctx, Gumbel
     _Tree(141.0, 10.7, 544.0, 0.9, 13.0),  # mctx, PUCT: ties are broken at random at every level
