@@ -309,6 +309,9 @@ def test_the_base_is_part_of_the_whole(fitted: RuntimePredictor, family: Family,
     batch, rates = stack(family(20, 70)), hardware_rates(hardware)
     off = fitted.params._replace(shrinkage=np.float32(0.0))
     np.testing.assert_array_equal(score(off, batch, rates), base_score(fitted.params, batch, rates))
+    assert off.heard().network == {}
+    np.testing.assert_array_equal(score(off.heard(), batch, rates), score(off, batch, rates))
+    assert fitted.params.heard() is fitted.params
     capped = fitted.params._replace(limit=np.float32(0.01))
     difference = np.asarray(score(capped, batch, rates) - base_score(fitted.params, batch, rates))
     assert np.all(np.abs(difference) <= 0.01 + 1e-5)

@@ -99,17 +99,20 @@ def test_a_change_of_regime_is_seen_within_its_window(change: dict[str, float], 
 
 
 def test_costs_that_still_move_are_not_steady() -> None:
-    own = 0.05
+    change = {"steps": 5.0, "length": 10.0}
     for seed in range(5):
         for count in (12, 20):
-            steady, before = (
-                series(seed, count, change={"steps": 5.0, "length": 10.0}, at=at, own=own) for at in (0, count // 2)
-            )
-            if len({round(report.clocks[1], 2) for report in steady}) == 1:  # the machine itself was as quick all the time
-                assert phases.is_steady(steady)
-            assert not phases.is_steady(before)
-            assert not phases.is_steady(before[::-1]), "nor where they become less"
-            assert phases.is_steady([before[-1]] * 3)
+            after, moving = (series(seed, count, change=change, at=at, own=0.05) for at in (0, count // 2))
+            assert phases.is_steady(after)
+            assert not phases.is_steady(moving)
+            assert not phases.is_steady(moving[::-1]), "nor where they become less"
+
+
+def test_the_pace_of_bursts_is_that_of_all_of_them() -> None:
+    quick, slow = (series(0, 1)[0]._replace(seconds=x, seconds_per_env_step=x / 400) for x in (0.1, 1.6))
+    found = phases.level([quick, quick, slow, quick])
+    assert found.seconds_per_env_step == pytest.approx(1.9 / 1600)
+    assert found.typical == pytest.approx(0.1 / 400), "which a few slow reports do not move"
 
 
 def test_a_few_slow_reports_are_no_change() -> None:
