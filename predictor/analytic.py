@@ -46,20 +46,25 @@ STAGES = (
 
 # Small operations of what runs beside the layers of networks.
 _LAYER_OPERATIONS = 3.0  # product, normalisation, activation
-_LEARNER_OPERATIONS = 400.0  # sampling, targets, losses, optimizer
+# Of the learner, by 82 learners timed alone, as trainings run them: widths of 8 to 128, batches of 32 to 512.
+_LEARNER_LAYER_OPERATIONS = 12.0  # gradients of what a layer does are small operations too
+_LEARNER_OPERATIONS = 110.0  # sampling, targets, losses, optimizer
 _ENVIRONMENT_OPERATIONS = 250.0
 # How often a number is read or written, what is computed for it (an exponential, a random number) counted as more of that.
 _ACTIVATION_PASSES = 2.1
 _SOFTMAX_PASSES = 6.0
 _MOVED_PASSES = 1.0  # of that, what is only moved
+_LEARNER_MOVED_PASSES = 2.0  # and where it is moved back for its gradient
 _NARROW_MOVED_PASSES = 1.2  # more, where a processor moves 16 bits
-_OPTIMIZER_PASSES = 16.0
+_OPTIMIZER_PASSES = 77.0  # joined and taken apart, normed, clipped, two moments, kept where it is not finite
 _PRIORITY_PASSES = 12.0
 # Calls and arrays of what threads do, in dispatches.
-_ROW_DISPATCHES = 64.0
+_ROW_DISPATCHES = 50.0
+_SIMULATED_DISPATCHES = 30.0  # where environments are programs: one more to ask for, its answer to be read
 _PROCESS_DISPATCHES = 10.0  # a message each way
 _CONTEXT_DISPATCHES = 30.0
 _READY_DISPATCHES = 180.0
+_PUBLISHED_DISPATCHES = 200.0  # once a dispatch of the learner, who acts and searches takes its parameters array by array
 _BATCH_DISPATCHES = 10.0  # arguments of the learner's program, a batch's worth
 _PROGRAM_DISPATCHES = 80.0  # a training's state is hundreds of arrays; the dispatch that rates measure has one
 HANDED = 0.3  # of small operations, what XLA takes on a processor to hand parts of them from one thread to another
@@ -85,8 +90,8 @@ _TREES = (
     _Tree(21.0, 3.9, 282.0, 0.7, 0.0),  # our own, PUCT
 )
 _MORE_ACTIONS = 16.0
-_LARGE_BYTES = 2e6  # of the arrays a layer makes, from where on they are large
-_BEYOND_CACHE = 0.3  # more time, of what large ones take: caches do not hold them
+_LARGE_BYTES = 2e6  # of the arrays a layer makes, from where on cores share the work on them
+_LARGE_FLOPS = 1e7  # likewise, of a layer's product
 _AT_ONCE = 0.6  # of the networks' operations, where our own loop makes two simulations side by side
 
 
@@ -129,10 +134,10 @@ class _Passes(NamedTuple):
     predict: Value
 
 
-def _passes(w: Workload, hardware: Rates) -> _Passes:
+def _passes(w: Workload, hardware: Rates, moved_passes: float) -> _Passes:
     """Processors widen 16 bits to 32 before they do anything with them, moving included."""
     narrow = hardware.on_host * jnp.where(jnp.asarray(w.compute_bits) <= 16.0, 1.0, 0.0)
-    moving = _MOVED_PASSES + _NARROW_MOVED_PASSES * narrow
+    moving = moved_passes + _NARROW_MOVED_PASSES * narrow
     return _Passes(
         w.represent_elements + moving * w.represent_moved,
         w.dynamics_elements + moving * w.dynamics_moved,
@@ -180,20 +185,29 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
     )
 
 
-def _slower_when_large(w: Workload, passes: _Passes, rows: Value, hardware: Rates) -> Value:
-    """Times longer that bytes of arrays of so many rows take: longer beyond a processor's caches, less long shared by its cores.
+def _faster_when_large(w: Workload, passes: _Passes, rows: Value, hardware: Rates) -> Value:
+    """Times faster that cores go through arrays of so many rows together: small arrays are not worth sharing.
 
-    Small arrays are not worth sharing. The cores of threads that meet at queues are counted where these meet.
+    The cores of threads that meet at queues are counted where these meet.
     """
     size = 4.0 * passes.dynamics / w.dynamics_layers * rows
-    large = hardware.on_host * size / (size + _LARGE_BYTES)
     others = (1.0 - jnp.asarray(w.sebulba)) * (jnp.maximum(jnp.asarray(w.cores), 1.0) - 1.0)
-    return (1.0 + _BEYOND_CACHE * large) / (1.0 + others * large)
+    return 1.0 + hardware.on_host * others * size / (size + _LARGE_BYTES)
 
 
-def matmul_rate(w: Workload, hardware: Rates) -> Value:
-    """Operations a second of matrix products with the workload's cores and precision, over all its devices."""
-    share = jnp.clip((w.cores - 1.0) / jnp.maximum(hardware.cores - 1.0, 1.0), 0.0, 1.0)
+def shared_products(w: Workload, rows: Value) -> Value:
+    """How far cores share a layer's product of so many rows, 0 (one does it all) to 1, [...]: small ones are not worth it.
+
+    Alone and in a loop, two cores make products of 3,072 rows of 128 by 128 no sooner than one does, and of 512 by 512 twice as
+    fast.
+    """
+    size = w.dynamics_flops / w.dynamics_layers * rows
+    return size / (size + _LARGE_FLOPS)
+
+
+def matmul_rate(w: Workload, hardware: Rates, shared: Value = 1.0) -> Value:
+    """Operations a second of matrix products in a workload's precision, on its devices and, as far as ``shared``, its cores."""
+    share = shared * jnp.clip((w.cores - 1.0) / jnp.maximum(hardware.cores - 1.0, 1.0), 0.0, 1.0)
     rate = hardware.one_core_flops + share * (hardware.float32_flops - hardware.one_core_flops)
     faster = jnp.where(jnp.asarray(w.compute_bits) <= 16.0, hardware.bfloat16_flops / hardware.float32_flops, 1.0)
     return rate * faster * w.num_devices
@@ -210,7 +224,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
       float32 [..., S] in the order of ``STAGES``, before coefficients.
     """
     w = workload
-    flops, copy = matmul_rate(w, hardware), hardware.copy_bytes_per_second * jnp.asarray(w.num_devices)
+    copy = hardware.copy_bytes_per_second * jnp.asarray(w.num_devices)
     # Of threads, those that act and search take a device each, which is a matter of overlap; an update's batch is split.
     threaded, serial = jnp.asarray(w.sebulba), 1.0 - jnp.asarray(w.sebulba)
     learning = jnp.where(threaded > 0.0, w.learning_devices, 1.0)
@@ -219,23 +233,26 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     small = 1.0 - HANDED * alone
     operation, dispatch = hardware.operation_seconds * small, hardware.dispatch_seconds * small
     roots = w.num_envs / w.search_split  # of a batch that is searched at once
-    passes = _passes(w, hardware)
+    passes, learnt = _passes(w, hardware, _MOVED_PASSES), _passes(w, hardware, _LEARNER_MOVED_PASSES)
     search, searches = _search_cost(w, passes, roots), 1.0 / roots  # batches searched one after the other, a step
     updates = w.replay_ratio / w.batch_size  # a step
     positions = w.unroll_steps + 1.0
     again_roots = w.reanalyze_fraction * w.batch_size * positions
 
     def moving(count: Value, rows: Value) -> Value:
-        return count / copy * _slower_when_large(w, passes, rows, hardware)
+        return count / copy / _faster_when_large(w, passes, rows, hardware)
+
+    def multiplying(count: Value, rows: Value) -> Value:
+        return count / matmul_rate(w, hardware, shared_products(w, rows))
 
     unrolled = w.represent_flops + w.unroll_steps * w.dynamics_flops + positions * w.predict_flops
     target_flops = positions * (w.represent_flops + w.predict_flops)
     # The loss takes the softmax of every distribution over bins, and makes the target's. Forward and twice as much backward;
     # targets only forward.
-    answers = passes.predict + 2.0 * _SOFTMAX_PASSES * (w.num_bins + w.num_actions)
+    answers = learnt.predict + 2.0 * _SOFTMAX_PASSES * (w.num_bins + w.num_actions)
     activations = 3.0 * (
-        passes.represent + w.unroll_steps * (passes.dynamics + 2.0 * _SOFTMAX_PASSES * w.num_bins) + positions * answers
-    ) + positions * (passes.represent + passes.predict + _SOFTMAX_PASSES * w.num_bins)
+        learnt.represent + w.unroll_steps * (learnt.dynamics + 2.0 * _SOFTMAX_PASSES * w.num_bins) + positions * answers
+    ) + positions * (learnt.represent + learnt.predict + _SOFTMAX_PASSES * w.num_bins)
     learner_layers = (
         3.0 * (w.represent_layers + w.unroll_steps * w.dynamics_layers + w.predict_layers) + w.represent_layers + w.predict_layers
     )
@@ -251,24 +268,29 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     again = _search_cost(w, passes, again_roots)
     simulated = jnp.where(jnp.asarray(w.host_step_seconds) > 0.0, 0.0, 1.0)  # by a program
     seconds = (
-        search.flops / flops,
+        multiplying(search.flops, roots),
         moving(search.activation_bytes, roots),
         searches * search.network_operations * operation,
         searches * search.tree_operations * operation,
         search.statistic_bytes / copy,
-        w.replay_ratio * (3.0 * unrolled + target_flops) / (flops * learning),
+        w.replay_ratio * multiplying(3.0 * unrolled + target_flops, w.batch_size) / learning,
         w.replay_ratio * moving(4.0 * _ACTIVATION_PASSES * activations / learning, w.batch_size),
-        updates * (_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
+        updates * (_LEARNER_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
         updates * 4.0 * _OPTIMIZER_PASSES * params / hardware.copy_bytes_per_second,
         (row_bytes + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + serial * updates * priority_bytes) / copy,
-        refreshed * again.flops / flops,
+        refreshed * multiplying(again.flops, again_roots),
         refreshed * moving(again.activation_bytes, again_roots),
         refreshing * (again.network_operations + again.tree_operations) * operation,
         refreshed * again.statistic_bytes / copy,
         simulated * (_ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy),
-        updates * (_PROGRAM_DISPATCHES / w.loop_count + threaded * _BATCH_DISPATCHES) * dispatch,
+        updates
+        * ((_PROGRAM_DISPATCHES + threaded * _PUBLISHED_DISPATCHES) / w.loop_count + threaded * _BATCH_DISPATCHES)
+        * dispatch,
         threaded * w.host_step_seconds,
-        threaded * (_ROW_DISPATCHES + _PROCESS_DISPATCHES * w.step_in_process) * dispatch / w.num_envs,
+        threaded
+        * (_ROW_DISPATCHES + _SIMULATED_DISPATCHES * simulated + _PROCESS_DISPATCHES * w.step_in_process)
+        * dispatch
+        / w.num_envs,
         threaded * updates * (_CONTEXT_DISPATCHES * dispatch + priority_bytes / copy),
         threaded * updates * _READY_DISPATCHES * dispatch,
     )

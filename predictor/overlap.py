@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from predictor.analytic import HANDED, STAGES, Rates, Value
+from predictor.analytic import HANDED, STAGES, Rates, Value, shared_products
 from predictor.memory import maybe_targets_by_learner
 from predictor.schema import Workload
 
@@ -30,7 +30,7 @@ ROLES = {
 }
 ROLES["selfplay"] += ("host_steps", "host_rows")
 _PYTHON = ("host_rows", "contexts", "ready", "dispatch")  # hold Python's lock; environments that step in a thread do, too
-SPREAD = ("acting_flops", "learner_flops", "reanalysis_flops")  # one thread's product takes every core already
+SPREAD = ("acting_flops", "learner_flops", "reanalysis_flops")  # one thread's large products take every core already
 _JITTER = 0.25  # share of its time that a thread with a single slot before it waits, as neither it nor its neighbour is steady
 
 
@@ -51,16 +51,19 @@ _GROUPS = {
     **ROLES,
     "python": _PYTHON,
     "steps": ("host_steps",),
-    "spread": SPREAD,
-    "acting": SPREAD[:1],
+    **{name: (name,) for name in SPREAD},
     "programs": tuple(name for name in ROLES["selfplay"] if name not in ("host_steps", "host_rows")),
-    "learning": SPREAD[1:2],
-    "again": SPREAD[2:],
     "targets": tuple(name for name in ROLES["search"] if name.startswith("reanalysis")),  # beside the learner on its devices
     "narrow": tuple(name for name in _DEVICE if name not in SPREAD),
     "all": STAGES,
 }
 _MEMBERS = np.array([[name in names for names in _GROUPS.values()] for name in STAGES], np.float32)  # [S, groups]
+
+
+def cores_taken(w: Workload, threads: Value) -> list[Value]:
+    """Cores that products of each stage of ``SPREAD`` take of so many threads, [...] each."""
+    rows = (w.num_envs / w.search_split, w.batch_size, w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0))
+    return [1.0 + shared_products(w, count) * (threads - 1.0) for count in rows]
 
 
 def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax.Array:
@@ -75,24 +78,28 @@ def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax
     at_once = jnp.where(on_host > 0.0, jnp.minimum(w.selfplay_workers, cores), w.selfplay_workers)
     apart = w.acting_devices + w.searching_devices + w.learning_devices <= hardware.devices
     alone = jnp.where((on_host > 0.0) | apart, 0.0, 1.0)  # one device for all programs
-    # Roles with threads of their own have no more than those, and learning shares its threads with targets.
+    # Products take the cores that share them. Those of roles with threads of their own take no more than these, but who acts
+    # calls its searches, so that workers are side by side all the same; learning shares its threads with targets.
     own = jnp.where((on_host > 0.0) & (jnp.asarray(w.role_threads) > 0.0), 1.0, 0.0)
-    slower = own * jnp.maximum(cores / jnp.maximum(w.role_threads, 1.0) - 1.0, 0.0)
-    at_once = jnp.where(own > 0.0, jnp.minimum(at_once, w.role_threads * w.acting_devices), at_once)
+    on_all = dict(zip(SPREAD, cores_taken(w, cores), strict=True))
+    on_own = dict(zip(SPREAD, cores_taken(w, jnp.clip(w.role_threads, 1.0, cores)), strict=True))
+    # Seconds that products take longer on the threads of their role than on all cores.
+    more = {name: own * group[name] * (on_all[name] / on_own[name] - 1.0) for name in SPREAD}
     kept = 1.0 - HANDED * own * jnp.where(cores > 1.0, 1.0, 0.0)
     host = group["python"] + group["steps"]
-    on_cores = on_host * (group["spread"] + kept * group["narrow"] / cores) + host / cores
+    spread = sum(group[name] * on_all[name] for name in SPREAD)
+    on_cores = (on_host * (spread + kept * group["narrow"]) + host) / cores
     threaded = (
-        (group["selfplay"] + slower * group["acting"]) / at_once,
+        (group["selfplay"] + more["acting_flops"]) / at_once,
         (1.0 - on_host) * group["programs"] / jnp.maximum(w.acting_devices, 1.0),  # more workers than devices take turns
         group["context"] / jnp.maximum(w.cpu_actors, 1.0),
-        (group["search"] + slower * group["again"])
+        (group["search"] + more["reanalysis_flops"])
         * (1.0 + _JITTER / (w.search_queue_size + 1.0))
         / jnp.maximum(w.searching_devices, 1.0),
-        (group["learner"] + slower * (group["learning"] + group["again"]) + own * group["targets"])
+        (group["learner"] + more["learner_flops"] + more["reanalysis_flops"] + own * group["targets"])
         * (1.0 + _JITTER / (w.batch_queue_size + 1.0)),
         group["python"] + group["steps"] * (1.0 - jnp.asarray(w.step_in_process)),
-        alone * (group["spread"] + group["narrow"]),
+        alone * (sum(group[name] for name in SPREAD) + group["narrow"]),
         on_cores,
     )
     is_threaded = jnp.asarray(w.sebulba) > 0.0

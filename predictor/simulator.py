@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from predictor.analytic import HANDED, STAGES, Rates, Value
-from predictor.overlap import ROLES, SPREAD, staleness
+from predictor.overlap import ROLES, SPREAD, cores_taken, staleness
 from predictor.schema import Workload
 
 KINDS = ("selfplay", "context", "search", "learner", "update")
@@ -204,44 +204,47 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
     unit = row * jnp.maximum(jnp.round(jnp.maximum(_FINEST, _FINEST_AHEAD * window) / row), 1.0)
     on_host, cores = hardware.on_host > 0.0, jnp.maximum(w.cores, 1.0)
     own = on_host & (w.role_threads > 0.0)
-    wide = jnp.where(own, w.role_threads, cores)  # threads that a large product takes
-    stretch = jnp.where(own, cores / jnp.maximum(w.role_threads, 1.0), 1.0)
+    # Cores that products take, and how much longer they take on the threads of their role than on all cores.
+    wide = cores_taken(w, jnp.where(own, jnp.clip(w.role_threads, 1.0, cores), cores))
+    stretch = dict(zip(SPREAD, (a / b for a, b in zip(cores_taken(w, cores), wide, strict=True)), strict=True))
+    taken = dict(zip(SPREAD, wide, strict=True))
     kept = jnp.where(own & (cores > 1.0), 1.0 - HANDED, 1.0)
     python_steps = 1.0 - w.step_in_process  # environments hold Python's lock
 
     # Seconds of an update's worth, by kind and segment.
     zero = jnp.float32(0.0)
-    acting = [group["rows"], group["steps"], group["acting_narrow"], group["acting_spread"] * stretch]
+    acting = [group["rows"], group["steps"], group["acting_narrow"], group["acting_spread"] * stretch["acting_flops"]]
     work = jnp.stack(
         [
             jnp.stack(acting) * unit,
             jnp.stack([group["contexts"], zero, zero, zero]),
-            jnp.stack([group["ready"], zero, group["targets_narrow"], group["targets_spread"] * stretch]),
+            jnp.stack([group["ready"], zero, group["targets_narrow"], group["targets_spread"] * stretch["reanalysis_flops"]]),
             jnp.stack([group["dispatch"], zero, zero, zero]) * w.loop_count,
-            jnp.stack([zero, zero, group["learner_narrow"], group["learner_spread"] * stretch]) * w.loop_count,
+            jnp.stack([zero, zero, group["learner_narrow"], group["learner_spread"] * stretch["learner_flops"]]) * w.loop_count,
         ]
     )
     host = jnp.where(on_host, 1.0, 0.0)
 
-    def needs(name: str) -> jax.Array:
-        """[P, R] of a kind whose programs run on the devices ``name``."""
+    def needs(name: str, product: str) -> jax.Array:
+        """[P, R] of a kind whose programs run on the devices ``name``, its products those of a stage."""
 
         def of(**amounts: Value) -> jax.Array:
             return jnp.stack([jnp.asarray(amounts.get(resource, 0.0), jnp.float32) for resource in RESOURCES])
 
         narrow = of(cores=host * kept, device=1.0, **{name: 1.0})
-        spread = of(cores=host * wide, device=1.0, **{name: jnp.where(own, wide, 1.0)})
+        spread = of(cores=host * taken[product], device=1.0, **{name: jnp.where(own, taken[product], 1.0)})
         return jnp.stack([of(lock=1.0, cores=1.0), of(lock=python_steps, cores=1.0), narrow, spread])
 
     # Where the roles of a processor have threads of their own, targets are made by the learner's.
-    targets = jnp.where(own, needs("learning"), needs("searching"))
-    demand = jnp.stack([needs("acting"), needs("acting"), targets, needs("learning"), needs("learning")])
+    targets = jnp.where(own, needs("learning", "reanalysis_flops"), needs("searching", "reanalysis_flops"))
+    acts, learns = needs("acting", "acting_flops"), needs("learning", "learner_flops")
+    demand = jnp.stack([acts, acts, targets, learns, learns])
     apart = w.acting_devices + w.searching_devices + w.learning_devices <= hardware.devices
     free = on_host & ~own
     room = [
         jnp.float32(1.0),
         cores,
-        jnp.where(free, _PLENTY, w.acting_devices * jnp.where(own, w.role_threads, 1.0)),
+        jnp.where(on_host, _PLENTY, w.acting_devices),  # who acts on a processor calls its searches
         jnp.where(free, _PLENTY, w.searching_devices * jnp.where(own, w.role_threads, 1.0)),
         jnp.where(free, _PLENTY, jnp.where(own, w.role_threads, 1.0)),
         jnp.where(on_host | apart, _PLENTY, 1.0),

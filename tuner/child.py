@@ -1,19 +1,27 @@
-"""A training in a process of its own, and what it reports while it runs."""
+"""A training in processes of its own, one after another, and what they report while they run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from predictor import Hardware
 from tuner import phases
-from tuner.bridge import Config, RunDir
+from tuner.bridge import Config, RunDir, ask_live, can_change_live
+
+POLL_SECONDS = 0.25
+START_SECONDS = 60.0  # and ten times what a start took before: after these a change has failed
 
 # Before the training's own interpreter: a killed tuner has the training save and stop, so that it can be resumed at once. Not by
 # SIGTERM, which a switch may have sent already: a second one ends it without saving. The request outlives exec. Linux only;
@@ -109,3 +117,136 @@ class Follower:
                 reports += [report] if report is not None else []
             self._before = row
         return reports
+
+
+class Training:
+    """A run while it is trained: its process, what that says, and changes of its configuration, with a restart or without."""
+
+    def __init__(self, config: Config, run: RunDir, hardware: Hardware, *, as_json: bool):
+        self.config = config  # of the process
+        self.cost = math.nan  # seconds that a restart takes
+        self.last: phases.Report | None = None
+        self.stopping = False  # Ctrl-C or SIGTERM has come
+        self._run, self._hardware, self._as_json = run, hardware, as_json
+        self._follower = Follower(run)
+        self._process: Child | None = None
+        self._started_cores = config.allocation.cores
+
+    @property
+    def _child(self) -> Child:
+        assert self._process is not None, "not started"
+        return self._process
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """The child answers both by saving. A terminal sends it Ctrl-C itself; a second would end it at once: not passed on."""
+
+        def interrupt(*_: Any) -> None:
+            self.stopping = True
+
+        def terminate(*_: Any) -> None:
+            self.stopping = True
+            if self._process is not None:
+                self._process.stop()
+
+        handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
+        previous = {number: signal.signal(number, how) for number, how in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, how in previous.items():
+                signal.signal(number, how)
+
+    def start(self, arguments: Sequence[str]) -> None:
+        """A process of ``muzerox train``, with the configuration that is ours."""
+        self._follower.restart()
+        self._started_cores = self.config.allocation.cores
+        self._process = Child(arguments, as_json=self._as_json)
+        if self.stopping:  # asked for between two processes
+            self._child.stop()
+
+    def resume(self, changes: Mapping[str, Any]) -> None:
+        """The next process, with ``changes``."""
+        self.config = self.config.replace(changes)
+        self.start(["--resume", str(self._run.path), *_set(changes)])
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The process's exit code; None while it lives, after so many seconds."""
+        return self._child.wait(seconds)
+
+    def said(self) -> str:
+        """What the last process has printed, once it has ended."""
+        return self._child.said()
+
+    def reports(self) -> list[phases.Report]:
+        """What was reported since the last call."""
+        found = self._follower.read(self.config)
+        if found:
+            if math.isnan(self.cost):  # a start, with what it compiled, is about what a restart will take
+                self.cost = time.monotonic() - self._child.began - sum(report.seconds for report in found)
+            self.last = found[-1]
+        return found
+
+    def gather(
+        self, simulations: int, *, settle: float = phases.SETTLE_SECONDS, seconds: float = phases.MEASURE_SECONDS
+    ) -> list[phases.Report] | None:
+        """Reports of so many seconds once it has settled, or the first whose searches have other than so many ``simulations``.
+
+        None when the training ends before.
+        """
+        settled, kept = 0.0, deque[phases.Report]()
+        while self.wait(POLL_SECONDS) is None:
+            for report in self.reports():
+                if report.simulations != simulations:
+                    return [report]
+                if settled < settle:
+                    settled += report.seconds
+                else:
+                    kept.append(report)
+            if len(kept) >= phases.WINDOW_REPORTS and sum(report.seconds for report in kept) >= seconds:
+                return list(kept)
+        return None
+
+    @property
+    def now(self) -> Config:
+        """The configuration, with searches as deep as they are by now."""
+        return self.config.searching(self.last.simulations) if self.last else self.config
+
+    def seconds_left(self, seconds_per_env_step: float) -> float:
+        """Of the training, at this pace; more where searches are yet to deepen."""
+        assert self.last is not None
+        train = self.config.train
+        return phases.steps_left(self.last.env_steps, train.max_env_steps, train.target_return) * seconds_per_env_step
+
+    def is_live(self, changes: Mapping[str, Any]) -> bool:
+        """Whether the training takes all of it as it runs; cores up to those its process was started with."""
+        most = self._started_cores or self._hardware.cores
+        enough = (changes.get("allocation.cores") or 1) <= most
+        return enough and all(can_change_live(self.config, path) for path in changes)
+
+    def change(self, changes: Mapping[str, Any]) -> str:
+        """``running`` with the changes, ``failed``, or ``ended``: the training was done, or was told to stop."""
+        if self.is_live(changes):
+            ask_live(self._run, dict(changes))
+            self.config = self.config.replace(changes)
+            return "running"
+        began = time.monotonic()
+        self._child.stop()
+        if self.wait() != 130 or self.stopping:
+            return "ended"
+        limit = START_SECONDS + 10.0 * (0.0 if math.isnan(self.cost) else self.cost)
+        self.resume(changes)
+        while (code := self.wait(POLL_SECONDS)) is None:
+            reports = self.reports()
+            if reports:
+                self.cost = time.monotonic() - began - sum(report.seconds for report in reports)
+                return "running"
+            if time.monotonic() - began > limit:
+                self._child.kill()
+                return "failed"
+        return "ended" if code in (0, 130) else "failed"
+
+
+def _set(changes: Mapping[str, Any]) -> list[str]:
+    """Options of ``muzerox train --resume``."""
+    return [part for path, value in changes.items() for part in ("--set", f"{path}={'none' if value is None else value}")]

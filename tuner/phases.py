@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 STAGES = ("environment", "action", "targets")
 MEANING = {"environment": "a step of the environments", "action": "a search of self-play", "targets": "making a batch's targets"}
 SETTLE_SECONDS = 4.0  # of a process that are not looked at: queues fill, and evaluation compiles beside training
+MEASURE_SECONDS = 8.0  # of a candidate, once it has settled
 REFERENCE_SECONDS, REFERENCE_REPORTS = 8.0, 8
 WINDOW_SECONDS, WINDOW_REPORTS = 6.0, 6
 STAGE_BAND = 2.0  # times longer, or shorter, than what the other stages' clocks say of the machine

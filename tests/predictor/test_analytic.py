@@ -23,18 +23,24 @@ def seconds(workload: Workload, hardware: Hardware) -> dict[str, float]:
     return dict(zip(STAGES, values.tolist(), strict=True))
 
 
-def slower_when_large(dynamics: float, rows: float, cores: int) -> float:
-    """Of 4-byte numbers that the dynamics' four layers make: beyond the caches, and shared by cores."""
-    large = dynamics * rows / (dynamics * rows + 2e6)
-    return (1 + 0.3 * large) / (1 + (cores - 1) * large)
+def faster_when_large(dynamics: float, rows: float, cores: int) -> float:
+    """Of 4-byte numbers that the dynamics' four layers make: large arrays are shared by cores."""
+    return 1 + (cores - 1) * dynamics * rows / (dynamics * rows + 2e6)
+
+
+def product_rate(one: float, every: float, rows: float) -> float:
+    """Operations a second between one core's and all cores': of 27,000 a row in four layers."""
+    return one + (every - one) * 27_000 / 4 * rows / (27_000 / 4 * rows + 1e7)
 
 
 def test_stages_equal_a_count_by_hand(make_workload: Make, hardware: Hardware) -> None:
     w = make_workload(search_split=2.0, reanalyze_fraction=0.25, replay_on_host=1.0, compute_bits=16.0, puct=1.0)
-    # 2 of 4 cores: a third of the way from one core's rate to all cores'.
-    flops = (1e11 + (4e11 - 1e11) / 3) * 3e11 / 4e11
+    # 2 of 4 cores: a third of the way from one core's rate to all cores', as far as they share products.
+    narrower = 3e11 / 4e11
+    acting_flops, learning_flops = (product_rate(1e11, 1e11 + (4e11 - 1e11) / 3, rows) * narrower for rows in (32, 256))
     copy, operation = 5e10, 3e-7
     represent, dynamics, predict = 1_700, 2_300 + (1 + 1.2) * 64, 2_200  # elements; 16 bits are widened to be moved
+    learnt = 2_300 + (2 + 1.2) * 64  # and back for the gradient
     answer = predict + 6 * (21 + 2)
     search_flops = 17_000 + 19_000 + 16 * (27_000 + 19_000)
     weights = 9_000 + 10_000 + 16 * (14_000 + 10_000)
@@ -43,24 +49,24 @@ def test_stages_equal_a_count_by_hand(make_workload: Make, hardware: Hardware) -
     search_statistics = 4 * 16 * ((544 + 0.9 * depth + 13 * 16) * (2 + 16) + 64)  # PUCT in mctx
     network_operations = 3 * (3 + 4 + 16 * (4 + 4))
     tree_operations = 16 * (141 + 10.7 * depth)
-    acting, learning = (slower_when_large(dynamics, rows, cores=2) for rows in (32, 256))  # reanalysis has as many roots as that
+    acting, learning = (faster_when_large(dynamics, rows, cores=2) for rows in (32, 256))  # reanalysis has as many roots as that
     updates = 4 / 256
-    forward_and_backward = 3 * (represent + 3 * (dynamics + 2 * 6 * 21) + 4 * (predict + 2 * 6 * (21 + 2)))
+    forward_and_backward = 3 * (represent + 3 * (learnt + 2 * 6 * 21) + 4 * (predict + 2 * 6 * (21 + 2)))
     forward = 4 * (represent + predict + 6 * 21)
     expected = {
-        "acting_flops": search_flops / flops,
-        "acting_bytes": acting * 4 * (search_passes + weights / 32) / copy,
+        "acting_flops": search_flops / acting_flops,
+        "acting_bytes": 4 * (search_passes + weights / 32) / copy / acting,
         "acting_operations": 2 / 64 * network_operations * operation,
         "tree_operations": 2 / 64 * tree_operations * operation,
         "tree_bytes": search_statistics / copy,
-        "learner_flops": 4 * (3 * (17_000 + 3 * 27_000 + 4 * 19_000) + 4 * (17_000 + 19_000)) / flops,
-        "learner_bytes": learning * 4 * 4 * 2.1 * (forward_and_backward + forward) / copy,
-        "learner_operations": updates * (3 * (3 * (3 + 3 * 4 + 4) + 3 + 4) + 400) * operation,
-        "optimizer_bytes": updates * 4 * 16 * 33_000 / copy,
+        "learner_flops": 4 * (3 * (17_000 + 3 * 27_000 + 4 * 19_000) + 4 * (17_000 + 19_000)) / learning_flops,
+        "learner_bytes": 4 * 4 * 2.1 * (forward_and_backward + forward) / copy / learning,
+        "learner_operations": updates * (12 * (3 * (3 + 3 * 4 + 4) + 3 + 4) + 110) * operation,
+        "optimizer_bytes": updates * 4 * 77 * 33_000 / copy,
         "replay_bytes": (16 + 4 * 2 + 20 + 4 * 2 * (5 * 16 + 43 * 20 + 4 * 2 * 4) + updates * 4 * 12 * (131_072 / 64 + 256 * 64))
         / copy,
-        "reanalysis_flops": 0.25 * 4 * 4 * search_flops / flops,
-        "reanalysis_bytes": learning * 0.25 * 4 * 4 * 4 * (search_passes + weights / (0.25 * 256 * 4)) / copy,
+        "reanalysis_flops": 0.25 * 4 * 4 * search_flops / learning_flops,
+        "reanalysis_bytes": 0.25 * 4 * 4 * 4 * (search_passes + weights / (0.25 * 256 * 4)) / copy / learning,
         "reanalysis_operations": updates * (network_operations + tree_operations) * operation,
         "reanalysis_tree_bytes": 0.25 * 4 * 4 * search_statistics / copy,
         "environment": 250 * operation / 64 + 4 * 16 / copy,
@@ -79,9 +85,9 @@ def test_stages_of_threads_equal_a_count_by_hand(make_workload: Make, make_threa
     expected = {
         "replay_bytes": (2 * 16 + 8 + 20 + 4 * sequences) / 5e10,  # priorities lie on the host
         "environment": 0.0,
-        "dispatch": updates * (80 / 8 + 10) * 1e-5,
+        "dispatch": updates * ((80 + 200) / 8 + 10) * 1e-5,  # parameters are taken once a dispatch
         "host_steps": 7e-6,
-        "host_rows": (64 + 10) * 1e-5 / 32,
+        "host_rows": (50 + 10) * 1e-5 / 32,
         "contexts": updates * (30 * 1e-5 + priorities / 5e10),
         "ready": updates * 180 * 1e-5,
     }
@@ -93,8 +99,10 @@ def test_stages_of_threads_equal_a_count_by_hand(make_workload: Make, make_threa
     by_one = seconds(make_workload(num_envs=32.0, loop_count=8.0, reanalyze_fraction=0.25, cores=1.0), hardware)
     same |= {name: by_one[name] for name in ("acting_bytes", "learner_bytes", "reanalysis_bytes")}
     assert [found[name] for name in others] == pytest.approx([same[name] for name in others], rel=1e-6)
-    # A JAX environment on the host is a program, still.
-    assert seconds(make_threaded(host_step_seconds=0.0), hardware)["environment"] > 0.0
+    # A JAX environment on the host is a program, still, that is asked for.
+    program = seconds(make_threaded(host_step_seconds=0.0, step_in_process=1.0), hardware)
+    assert program["environment"] > 0.0
+    assert program["host_rows"] == pytest.approx((50 + 30 + 10) * 1e-5 / 32)
     assert seconds(make_threaded(learning_devices=2.0), hardware)["learner_flops"] == pytest.approx(found["learner_flops"] / 2)
 
 
@@ -162,8 +170,7 @@ def test_one_core_hands_no_small_operation_to_another(make_workload: Make, hardw
     one, two = (seconds(make_workload(cores=cores), hardware) for cores in (1.0, 2.0))
     for name in ("acting_operations", "tree_operations", "learner_operations", "dispatch"):
         assert one[name] == pytest.approx((1 - HANDED) * two[name]), name
-    by_two = slower_when_large(2_300 + 64, 64, 2) / slower_when_large(2_300 + 64, 64, 1)
-    assert two["acting_bytes"] == pytest.approx(by_two * one["acting_bytes"])
+    assert one["acting_bytes"] == pytest.approx(faster_when_large(2_300 + 64, 64, cores=2) * two["acting_bytes"])
     assert one["tree_bytes"] == two["tree_bytes"]
     gpu = dataclasses.replace(hardware, platform="gpu")
     assert seconds(make_workload(cores=1.0), gpu)["acting_operations"] == pytest.approx(two["acting_operations"])
@@ -173,7 +180,7 @@ def test_sixteen_bits_are_widened_to_be_moved_on_a_processor_alone(make_workload
     w = make_workload(compute_bits=16.0)
     gpu = dataclasses.replace(hardware, platform="gpu")
     processor, accelerator = (seconds(w, kind)["acting_bytes"] for kind in (hardware, gpu))
-    processor /= slower_when_large(2_300 + (1 + 1.2) * 64, 64, 2)
+    processor *= faster_when_large(2_300 + (1 + 1.2) * 64, 64, cores=2)
     assert processor - accelerator == pytest.approx(4 * 2.1 * 16 * 1.2 * 64 / 5e10, rel=1e-3)
 
 
@@ -182,6 +189,18 @@ def test_matmul_rate_of_one_core_all_cores_and_16_bits(make_workload: Make, hard
     assert float(matmul_rate(make_workload(cores=1.0), rates)) == pytest.approx(1e11)
     assert float(matmul_rate(make_workload(cores=4.0), rates)) == pytest.approx(4e11)
     assert float(matmul_rate(make_workload(cores=4.0, compute_bits=16.0), rates)) == pytest.approx(3e11)
+    assert float(matmul_rate(make_workload(cores=4.0), rates, 0.0)) == pytest.approx(1e11)  # a product that is not shared
+
+
+def test_cores_share_large_products_alone(make_workload: Make, hardware: Hardware) -> None:
+    """Of few rows two cores are no faster than one; of very many they are as much faster as their rates."""
+    one, two = (
+        {rows: seconds(make_workload(cores=cores, num_envs=rows), hardware)["acting_flops"] for rows in (2.0, 1e7)}
+        for cores in (1.0, 2.0)
+    )
+    assert two[2.0] == pytest.approx(one[2.0], rel=0.01)
+    assert two[1e7] == pytest.approx(one[1e7] / 2, rel=0.01)
+    assert one[2.0] == one[1e7]
 
 
 def test_resident_bytes_by_hand(make_workload: Make) -> None:
