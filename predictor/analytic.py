@@ -46,17 +46,20 @@ STAGES = (
 
 # Small operations of what runs beside the layers of networks.
 _LAYER_OPERATIONS = 3.0  # product, normalisation, activation
-# Of the learner, by 82 learners timed alone, as trainings run them: widths of 8 to 128, batches of 32 to 512.
+# Of the learner, by 89 learners timed alone, as trainings run them: widths of 8 to 128, batches of 32 to 512.
 _LEARNER_LAYER_OPERATIONS = 12.0  # gradients of what a layer does are small operations too
 _LEARNER_OPERATIONS = 110.0  # sampling, targets, losses, optimizer
 _ENVIRONMENT_OPERATIONS = 250.0
+# What products add to a training, of their operations at the rate of large ones alone: so trainings on two machines have it. Their
+# passes over arrays are twice those of learners and searches alone, which find more in caches.
+_PRODUCTS = 0.4
 # How often a number is read or written, what is computed for it (an exponential, a random number) counted as more of that.
-_ACTIVATION_PASSES = 2.1
+_ACTIVATION_PASSES = 4.0
 _SOFTMAX_PASSES = 6.0
 _MOVED_PASSES = 1.0  # of that, what is only moved
 _LEARNER_MOVED_PASSES = 2.0  # and where it is moved back for its gradient
 _NARROW_MOVED_PASSES = 1.2  # more, where a processor moves 16 bits
-_OPTIMIZER_PASSES = 77.0  # joined and taken apart, normed, clipped, two moments, kept where it is not finite
+_OPTIMIZER_PASSES = 46.0  # joined and taken apart, normed, clipped, two moments, kept where it is not finite
 _PRIORITY_PASSES = 12.0
 # Calls and arrays of what threads do, in dispatches.
 _ROW_DISPATCHES = 50.0
@@ -82,12 +85,13 @@ class _Tree(NamedTuple):
 
 
 # Half-way, in logarithms, between searches whose networks answer at random, which make deep trees, and those whose networks have
-# learnt nothing yet, which make shallow ones (139 searches timed alone in all).
+# learnt nothing yet, which make shallow ones (139 searches timed alone in all); operations at 0.6 of that, and passes twice, as
+# trainings on two machines have them.
 _TREES = (
-    _Tree(34.0, 8.6, 151.0, 1.7, 8.5),  # mctx, Gumbel
-    _Tree(141.0, 10.7, 544.0, 0.9, 13.0),  # mctx, PUCT: ties are broken at random at every level
-    _Tree(39.0, 0.8, 80.0, 9.0, 0.0),  # our own, Gumbel
-    _Tree(21.0, 3.9, 282.0, 0.7, 0.0),  # our own, PUCT
+    _Tree(20.0, 5.2, 287.0, 3.2, 16.0),  # mctx, Gumbel
+    _Tree(85.0, 6.4, 1034.0, 1.7, 25.0),  # mctx, PUCT: ties are broken at random at every level
+    _Tree(23.0, 0.5, 152.0, 17.0, 0.0),  # our own, Gumbel
+    _Tree(13.0, 2.3, 536.0, 1.3, 0.0),  # our own, PUCT
 )
 _MORE_ACTIONS = 16.0
 _LARGE_BYTES = 2e6  # of the arrays a layer makes, from where on cores share the work on them
@@ -243,7 +247,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
         return count / copy / _faster_when_large(w, passes, rows, hardware)
 
     def multiplying(count: Value, rows: Value) -> Value:
-        return count / matmul_rate(w, hardware, shared_products(w, rows))
+        return _PRODUCTS * count / matmul_rate(w, hardware, shared_products(w, rows))
 
     unrolled = w.represent_flops + w.unroll_steps * w.dynamics_flops + positions * w.predict_flops
     target_flops = positions * (w.represent_flops + w.predict_flops)

@@ -17,6 +17,16 @@ from muzerox.compilation import enable_cache
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, or the last of two workers is left alone with one of them."""
+
+    def seconds(item: pytest.Item) -> float:
+        mark = item.get_closest_marker("slow")
+        return float(mark.args[0]) if mark is not None and mark.args else 0.0
+
+    items.sort(key=seconds, reverse=True)  # stable: the others stay in their order
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compiled programs are shared between the tests and their subprocesses, and with nobody else."""

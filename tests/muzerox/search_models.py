@@ -81,7 +81,9 @@ class Case:
             max_depth=self.max_depth,
             **options,
         )
-        run = jax.jit(lambda params, key, root, mask: search(params, key, root, invalid_actions=mask))
+        # What matters here is decided before LLVM: its passes take nearly half of the time to compile, and these run once.
+        options = {"xla_backend_optimization_level": 0}
+        run = jax.jit(lambda params, key, root, mask: search(params, key, root, invalid_actions=mask), compiler_options=options)
         return run(params, jax.random.key(self.seed), root, mask)
 
 

@@ -61,6 +61,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) 
         time.sleep(0.01)
 
 
+@pytest.mark.slow(250)
 @pytest.mark.parametrize(("env", "changes", "kills"), [ANAKIN, SEBULBA])
 def test_kills_lose_nothing(env: str, changes: dict[str, Any], kills: int, tmp_path: Path) -> None:
     chance = random.Random(0)

@@ -38,6 +38,7 @@ def test_cartpole_is_solved_by_variants(tmp_path: Path, changes: dict[str, objec
     assert solve_cartpole(tmp_path / "run", train__target_return=490.0, **changes) >= 475
 
 
+@pytest.mark.slow(400)
 def test_tic_tac_toe_is_not_lost(tmp_path: Path) -> None:
     train(Config.preset("pgx:tic_tac_toe"), tmp_path / "run", quiet=True)
     against_random = evaluate_run(tmp_path / "run", episodes=1000, seed=1, opponent="random")

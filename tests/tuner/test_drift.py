@@ -129,7 +129,7 @@ def test_damaged_parameters_are_refused(learnt: tuple[Config, EnvSpec, Learnt]) 
         assert not drift.accepted, drift.explain()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(70)
 @pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "pgx:tic_tac_toe", "gymnax:Breakout-MinAtar", "gymnasium:CartPole-v1"])
 def test_the_levels_that_ship_are_accepted(env: str, machine: Hardware) -> None:
     config = Config.preset(env).replace("precision.level", "O0")
@@ -254,7 +254,7 @@ def test_a_refused_level_is_excluded_and_nothing_else(workload: Workload) -> Non
     np.testing.assert_array_equal(out, (levels == "O1") | np.all(points == space.start, axis=-1))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(150)
 def test_a_whole_tuning_keeps_to_what_was_found_before(tiny: Config, tmp_path: Path) -> None:
     start, out = tiny.replace("precision.level", "O0"), tmp_path / "t"
     first = tuner.tune(start, budget="10m", max_trials=1, out=out, burst=0.05, quiet=True)

@@ -163,7 +163,7 @@ def busy(run: RunDir) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.slow(220)
 def test_a_regime_change_is_met_with_a_switch_that_is_logged(tmp_path: Path) -> None:
     process = follow(tmp_path / "t")
     assert process.wait(600) == 0, (tmp_path / "t" / "log").read_text()
@@ -183,7 +183,7 @@ def test_a_regime_change_is_met_with_a_switch_that_is_logged(tmp_path: Path) -> 
     assert rows[-1]["env_steps"] >= SETTINGS["train.max_env_steps"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(200)
 def test_killed_during_a_switch_the_run_is_saved_and_goes_on(tmp_path: Path) -> None:
     """``kill -9`` of the tuner, at random moments from the request to stop to the measurement of what followed."""
     chance = random.Random(0)

@@ -146,7 +146,7 @@ def test_a_damaged_store_is_named_in_one_line(damage: str, tmp_path: Path) -> No
     assert str(folder) in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(90)
 def test_training_tuned_does_it_all(tmp_path: Path) -> None:
     done = muzerox("train", *OPTIONS, "--tune", "60s", "--out", "runs/tuned", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -163,7 +163,7 @@ def test_training_tuned_does_it_all(tmp_path: Path) -> None:
     assert muzerox("evaluate", "runs/tuned", "--episodes", "2", cwd=tmp_path).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(400)
 def test_killed_twenty_times_a_tuning_loses_and_repeats_no_trial(tmp_path: Path) -> None:
     """``kill -9`` at random moments; what was reported as measured stays, and nothing is measured again."""
     command = [sys.executable, "-m", "muzerox", "tune", *OPTIONS, "--budget", "40m", "--out", "t"]
