@@ -50,8 +50,8 @@ _LAYER_OPERATIONS = 3.0  # product, normalisation, activation
 _LEARNER_LAYER_OPERATIONS = 12.0  # gradients of what a layer does are small operations too
 _LEARNER_OPERATIONS = 110.0  # sampling, targets, losses, optimizer
 _ENVIRONMENT_OPERATIONS = 250.0
-# What products add to a training, of their operations at the rate of large ones alone: so trainings on two machines have it. The
-# passes over arrays are twice those of learners and searches alone, which find more in caches.
+# What products add to a training on a processor, of their operations at the rate of large ones alone: trainings on two machines
+# have it so. The passes over arrays are twice those of learners and searches alone, which find more in caches.
 _PRODUCTS = 0.4
 # How often a number is read or written, what is computed for it (an exponential, a random number) counted as more of that.
 _ACTIVATION_PASSES = 4.0
@@ -247,7 +247,8 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
         return count / copy / _faster_when_large(w, passes, rows, hardware)
 
     def multiplying(count: Value, rows: Value) -> Value:
-        return _PRODUCTS * count / matmul_rate(w, hardware, shared_products(w, rows))
+        added = 1.0 - hardware.on_host * (1.0 - _PRODUCTS)
+        return added * count / matmul_rate(w, hardware, shared_products(w, rows))
 
     unrolled = w.represent_flops + w.unroll_steps * w.dynamics_flops + positions * w.predict_flops
     target_flops = positions * (w.represent_flops + w.predict_flops)

@@ -203,6 +203,13 @@ def test_cores_share_large_products_alone(make_workload: Make, hardware: Hardwar
     assert one[2.0] == one[1e7]
 
 
+def test_products_hide_behind_what_is_beside_them_on_a_processor_alone(make_workload: Make, hardware: Hardware) -> None:
+    gpu = dataclasses.replace(hardware, platform="gpu")
+    here, there = (seconds(make_workload(reanalyze_fraction=0.5), kind) for kind in (hardware, gpu))
+    for name in ("acting_flops", "learner_flops", "reanalysis_flops"):
+        assert here[name] == pytest.approx(0.4 * there[name]), name
+
+
 def test_resident_bytes_by_hand(make_workload: Make) -> None:
     w = make_workload(capacity=1e6, observation_bytes=400.0)
     ring = 1e6 * (400 + 8 + 20)
