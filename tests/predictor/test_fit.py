@@ -240,7 +240,7 @@ def test_one_measurement_says_the_less_of_a_machine_the_more_is_known_of_machine
     off = np.exp(0.25 * np.random.default_rng(2).normal(size=len(workloads)))  # what single predictions are off by
     taught = untaught.fit([measure(w, s) for w, s in zip(workloads, seconds * off, strict=True)])
     another = dataclasses.replace(hardware, cpu="another")
-    assert 0.1 < moved(taught, hardware) < moved(taught, another) < moved(untaught, another) - 0.1
+    assert 0.2 < moved(taught, hardware) < moved(taught, another) < moved(untaught, another) - 0.1
     assert 0.9 < moved(untaught, another) <= 1.0
     assert moved(taught, dataclasses.replace(another, platform="gpu")) > moved(taught, another) + 0.1  # nobody knows of one
 

@@ -154,7 +154,7 @@ def test_every_feature_of_threads_changes_the_output(
         heads = random_network(seed, width=WIDTH)
         first, second = np.asarray(apply(load() | {name: heads[name] for name in ("node_out", "edge_out")}, graph))
         found.append(abs(first - second))
-    assert max(found) > 1e-4
+    assert max(found) > 1e-3
 
 
 def test_queues_are_edges_with_room_that_carry_nothing_in_one_program(
