@@ -11,7 +11,7 @@ from typing import Any
 
 from predictor import Hardware, SchemaError
 from tuner.bridge import device_facts, home, write_atomically
-from tuner.measure import Worker, WorkerFailed
+from tuner.worker_client import Worker, WorkerFailed
 
 _REPEATS = 11
 

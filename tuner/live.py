@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import IO, NamedTuple
+from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple, TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,6 +16,8 @@ from rich.text import Text
 
 from tuner.history import Trial
 from tuner.report import moved, trial_line
+
+Held = TypeVar("Held")
 
 _ROWS = 12  # of trials shown; of a longer history the newest, and the best
 _OTHER_LINES = 7  # of the table's frame, the running trial and the bar: what is higher than a terminal cannot be drawn over
@@ -68,9 +70,9 @@ class Progress:
             if self._live is not None:
                 self._live.stop()
 
-    def enter(self, held: IO[str]) -> None:
+    def enter(self, held: AbstractContextManager[Held]) -> Held:
         """Closes ``held`` when the tuning ends."""
-        self._stack.enter_context(held)
+        return self._stack.enter_context(held)
 
     def say(self, text: str) -> None:
         """One line; above the table where there is one."""

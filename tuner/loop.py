@@ -19,15 +19,8 @@ import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner import balance, comparison, corrections, resources
-from tuner.bridge import (
-    Config,
-    UserError,
-    allocation_checked,
-    concrete,
-    enable_cache,
-    get,
-    no_energy,
-)
+from tuner.anchor import Anchor
+from tuner.bridge import Config, UserError, allocation_checked, concrete, enable_cache, get, no_energy
 from tuner.comparison import MIN_GAIN
 from tuner.fingerprint import fingerprint
 from tuner.goal import Goal
@@ -35,7 +28,7 @@ from tuner.history import HISTORY, Trial, TuneDir, shared_measurements, shared_s
 from tuner.html_report import write_report
 from tuner.levels import Levels
 from tuner.live import Progress
-from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, paired_ratio
+from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, Reference, measure_beside, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import COLDEST, NOTHING, Proposer, role_of, temperature_of
@@ -141,6 +134,7 @@ class _Tuning:
         self.proposer = Proposer(space, hardware, taught, jax.random.key(seed), staleness_price, goal)
         self.levels = Levels(start, hardware, folder, progress.say)
         self.goal = goal
+        self.anchor: Anchor | None = None
 
     @property
     def predictor(self) -> RuntimePredictor:
@@ -261,18 +255,22 @@ class _Tuning:
         before = time.monotonic()
         # The first may have found its programs in the cache, and a core may be all that another compiles with.
         timeout = max(30.0, 3.0 * first, 5.0 * expected.compile_seconds)
-        if beside is None:
+        hardware, seconds, counts = self.hardware, self.burst, self.proposer.further_loop_counts(self.space.encode(changes))
+        if beside is not None:
+            measurements = [measure_beside(config, *beside, hardware=hardware, seconds=seconds, timeout=timeout)]
+        elif not self.trials:
+            measurements = self._anchor(config, timeout).measure(seconds=seconds, enough=ENOUGH_SECONDS, loop_counts=counts)
+        else:
             measurements = measure_config(
                 config,
-                hardware=self.hardware,
-                seconds=self.burst,
+                hardware=hardware,
+                seconds=seconds,
                 timeout=timeout,
                 enough=ENOUGH_SECONDS,
-                loop_counts=self.proposer.further_loop_counts(self.space.encode(changes)),
-                hopeless=HOPELESS * min((trial.seconds for trial in self.trials if trial.seconds), default=math.inf),
+                loop_counts=counts,
+                hopeless=HOPELESS * min(trial.seconds for trial in self.trials if trial.seconds),
+                reference=self._reference(timeout),
             )
-        else:
-            measurements = [measure_beside(config, *beside, hardware=self.hardware, seconds=self.burst, timeout=timeout)]
         share = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):
             looped = config.replace("runtime.loop_count", int(measurement.workload.loop_count))
@@ -296,6 +294,17 @@ class _Tuning:
             self.store.append(trial.measurement.to_dict())
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
+
+    def _anchor(self, config: Config, timeout: float) -> Anchor:
+        """A process that stays, for all trials to be measured beside."""
+        self.anchor = self.progress.enter(Anchor(config, hardware=self.hardware, timeout=timeout, say=self.progress.say))
+        return self.anchor
+
+    def _reference(self, timeout: float) -> Reference | None:
+        """The start's process; another one where a killed tuning goes on."""
+        if self.anchor is None:
+            self._anchor(Config.from_dict(self.trials[0].config), timeout).resume(self.trials[0].measurement)
+        return self.anchor.reference if self.anchor else None
 
     def _predictions(self, config: Config) -> tuple[float, float, float, tuple[float, ...]]:
         """Seconds an environment step: uncalibrated base, calibrated base, base and residual; the interval of these last."""
@@ -341,6 +350,8 @@ class _Tuning:
             return self._result(self.trials[0], alone, alone, finished=True)
         measured = [self.trials[0], *finalists]
         rivals, rounds = comparison.plan(measured, self.burst, self.budget, self.budget - self.elapsed)
+        if self.anchor is not None:
+            self.anchor.close()
         self.progress.say(f"comparing the best {rivals} with the start, {rounds} rounds in alternation")
         # The start as it was measured: with every core and all the memory it asked for.
         start, *others = (Config.from_dict(trial.config) for trial in measured[: 1 + rivals])

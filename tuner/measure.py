@@ -6,142 +6,24 @@ Several workers can live at once and be timed in alternation, so that what else 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import selectors
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy.special import stdtr
 
 from predictor import Hardware, Measurement, Outcome
-from tuner.bridge import Config, RunFailed, concrete
+from tuner.bridge import Config, concrete
+from tuner.worker_client import TIMEOUT, Worker, WorkerFailed
 from tuner.workload import describe
 
 BURST_SECONDS = 0.4
 REPEATS = 5
 ENOUGH_SECONDS = 6.0  # of bursts: where cycles of acting and learning are long, fewer of them say as much
 HOPELESS_BURSTS = 2  # after which what is slower than is worth knowing is given up
-TIMEOUT = 180.0
 _SPREAD = 0.07  # of a round's logarithm: bursts of one configuration differ by as much, whatever a few of them say
-
-
-class WorkerFailed(RunFailed):
-    """A worker that has no more answers: ``outcome`` and one line."""
-
-    def __init__(self, outcome: Outcome, error: str):
-        self.outcome, self.error = outcome, error
-        super().__init__(error)
-
-
-class Worker:
-    """A subprocess of ``tuner.worker``. Use as a context manager; it is dead after the block.
-
-    Args:
-      request: the first request.
-      timeout: seconds an answer may take.
-    """
-
-    command: tuple[str, ...] = ("-P", "-m", "tuner.worker")  # -P: what lies in the user's folder is no package of ours
-
-    def __init__(self, request: dict[str, Any], *, timeout: float = TIMEOUT):
-        self._timeout = timeout
-        self._errors = tempfile.TemporaryFile()
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self._process = subprocess.Popen(
-            [sys.executable, *self.command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is ours to answer
-        )
-        assert self._process.stdout is not None
-        self._buffer = b""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
-        try:
-            self._send(request)
-        except WorkerFailed:  # it has ended already
-            self.stop()
-            raise
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Ends the process; it may have ended before."""
-        if self._process.poll() is None:
-            self.kill()
-        self._process.wait()
-        self._selector.close()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            try:
-                stream.close()  # type: ignore[union-attr]
-            except BrokenPipeError:  # what was still to be sent has nobody to go to
-                continue
-
-    @property
-    def pid(self) -> int:
-        """The process."""
-        return self._process.pid
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends the worker a signal."""
-        os.killpg(self._process.pid, number)
-
-    def _send(self, request: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._died()
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Sends a request and waits for its answer. Raises WorkerFailed."""
-        self._send(request)
-        return self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        """The next answer. Raises WorkerFailed when there is none in time, or it is a failure."""
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + self._timeout
-        while b"\n" not in self._buffer:
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
-                raise WorkerFailed(Outcome.TIMEOUT, f"no answer within {self._timeout:g} s")
-            part = os.read(self._process.stdout.fileno(), 65536)
-            if not part:
-                self._died()
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            fields = None
-        if not isinstance(fields, dict):
-            raise WorkerFailed(Outcome.CRASHED, f"its answer is none: {line[:80]!r}")
-        if "outcome" in fields:
-            raise WorkerFailed(Outcome(fields["outcome"]), fields["error"])
-        return fields
-
-    def _died(self) -> None:
-        code = self._process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
-        memory = code == -signal.SIGKILL or any("bad_alloc" in line or "out of memory" in line.lower() for line in said[-20:])
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        raise WorkerFailed(Outcome.OUT_OF_MEMORY if memory else Outcome.CRASHED, f"{how}: {said[-1][:200]}" if said else how)
 
 
 class Timing:
@@ -164,14 +46,21 @@ class Timing:
             except WorkerFailed as failure:
                 self._failed(failure)
 
-    def burst(self, seconds: float, loop_count: int | None = None, *, rest: bool = True) -> None:
-        """One timed burst, by default at the configuration's loop_count. Without ``rest`` another has to follow at once."""
+    def burst(self, seconds: float, loop_count: int | None = None, *, rest: bool = True) -> float | None:
+        """One timed burst, by default at the configuration's loop_count. Without ``rest`` another has to follow at once.
+
+        Returns the seconds that an environment step took; None where it has failed.
+        """
         loop_count = loop_count or self.config.runtime.loop_count
-        if self.failure is None:
-            try:
-                self.bursts.setdefault(loop_count, []).append(self.worker.ask(seconds=seconds, loop_count=loop_count, rest=rest))
-            except WorkerFailed as failure:
-                self._failed(failure)
+        if self.failure is not None:
+            return None
+        try:
+            burst = self.worker.ask(seconds=seconds, loop_count=loop_count, rest=rest)
+        except WorkerFailed as failure:
+            self._failed(failure)
+            return None
+        self.bursts.setdefault(loop_count, []).append(burst)
+        return float(burst["seconds_per_env_step"])
 
     def fastest(self, loop_count: int, fewest: int) -> float:
         """Least seconds an environment step of its bursts so far; 0 of less than ``fewest``."""
@@ -234,6 +123,13 @@ class Timing:
         )
 
 
+class Reference(NamedTuple):
+    """A process that is alive, and the seconds an environment step it took when what is measured beside it is told as of."""
+
+    timing: Timing
+    then: float
+
+
 def measure_config(
     config: Config,
     *,
@@ -244,6 +140,7 @@ def measure_config(
     enough: float = math.inf,
     loop_counts: Sequence[int] = (),
     hopeless: float = math.inf,
+    reference: Reference | None = None,
 ) -> list[Measurement]:
     """Measures a configuration in a subprocess, under its allocation.
 
@@ -254,6 +151,7 @@ def measure_config(
       enough: seconds of bursts, at one loop count, after which no more are timed.
       loop_counts: measured too, in the same process and in alternation: they share the compiled program.
       hopeless: seconds an environment step; what is slower in ``HOPELESS_BURSTS`` is not timed further.
+      reference: timed in alternation with it, and seconds are told as of when those of the reference were ``then``.
 
     Returns:
       One Measurement for the configuration, and one for each of ``loop_counts``.
@@ -263,7 +161,7 @@ def measure_config(
     """
     group = [(config, loop_counts)]
     limits = {"timeout": timeout, "enough": enough, "hopeless": hopeless}
-    (found,) = measure_group(group, hardware=hardware, rounds=repeats, seconds=seconds, **limits)
+    (found,) = measure_group(group, hardware=hardware, rounds=repeats, seconds=seconds, reference=reference, **limits)
     return found
 
 
@@ -303,10 +201,21 @@ def measure_beside(
     ours, *others = measure_in_alternation(configs, hardware=hardware, rounds=rounds, seconds=seconds, timeout=timeout)
     if then is None or not (ours.repeats and others[0].repeats):
         return ours
-    took = then / paired_ratio(ours, others[0])
-    speed = took / statistics.median(ours.repeats)  # of the machine then, to now
-    repeats = tuple(speed * repeat for repeat in ours.repeats)
-    return dataclasses.replace(ours, seconds_per_env_step=took, env_steps_per_second=1.0 / took, repeats=repeats)
+    return _told_as_of(ours, then, others[0].repeats)
+
+
+def _told_as_of(ours: Measurement, then: float, others: Sequence[float]) -> Measurement:
+    """With seconds as of when those of ``others`` were ``then``; their n-th is of the same round as the n-th of ours."""
+    took = then * statistics.median(a / b for a, b in zip(ours.repeats, others, strict=True))
+    speed = took / statistics.median(ours.repeats)  # of the machine now, to then
+    updates = ours.updates_per_second
+    return dataclasses.replace(
+        ours,
+        seconds_per_env_step=took,
+        env_steps_per_second=1.0 / took,
+        updates_per_second=None if updates is None else updates / speed,
+        repeats=tuple(speed * repeat for repeat in ours.repeats),
+    )
 
 
 def measure_group(
@@ -318,6 +227,7 @@ def measure_group(
     timeout: float = TIMEOUT,
     enough: float = math.inf,
     hopeless: float = math.inf,
+    reference: Reference | None = None,
 ) -> list[list[Measurement]]:
     """The same of configurations that are each measured at further loop counts too, in their own processes.
 
@@ -328,23 +238,55 @@ def measure_group(
       For each configuration its Measurement, and one for each further loop count.
     """
     timings: list[Timing] = []
-    wanted: list[list[int]] = []
+    limits = {"seconds": seconds, "enough": enough, "hopeless": hopeless}
     try:
-        for config, loop_counts in group:
+        for config, _ in group:
             timings.append(Timing(config, hardware=hardware, timeout=timeout))
             timings[-1].wait()  # one after the other: two compilations at once would fight for the cores
-            wanted.append(list(dict.fromkeys([timings[-1].config.runtime.loop_count, *loop_counts])))
-        for index in range(rounds):
-            for offset in range(len(timings)):
-                turn = (index + offset) % len(timings)
-                for loop_count in wanted[turn]:
-                    timing = timings[turn]
-                    if timing.fastest(loop_count, HOPELESS_BURSTS) <= hopeless and timing.timed(loop_count) < enough:
-                        timing.burst(seconds, loop_count, rest=len(timings) > 1)
-        return [[timing.measurement(n) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
+        return measure_timings(timings, [counts for _, counts in group], rounds=rounds, reference=reference, **limits)
     finally:
         for timing in timings:
             timing.worker.stop()
+
+
+def measure_timings(
+    timings: Sequence[Timing],
+    loop_counts: Sequence[Sequence[int]],
+    *,
+    rounds: int,
+    seconds: float = BURST_SECONDS,
+    enough: float = math.inf,
+    hopeless: float = math.inf,
+    reference: Reference | None = None,
+) -> list[list[Measurement]]:
+    """The same of processes that are up, which stay alive; ``loop_counts`` of each beside its own."""
+    wanted = [
+        list(dict.fromkeys([timing.config.runtime.loop_count, *further]))
+        for timing, further in zip(timings, loop_counts, strict=True)
+    ]
+    beside: list[float] = []  # seconds an environment step of the reference, by round
+    alone = len(timings) == 1 and reference is None
+    for index in range(rounds):
+        slower = 1.0 if reference is None or not beside else statistics.median(beside) / reference.then
+        turns = [
+            (timings[turn], loop_count)
+            for turn in ((index + offset) % len(timings) for offset in range(len(timings)))
+            for loop_count in wanted[turn]
+            if timings[turn].fastest(loop_count, HOPELESS_BURSTS) <= hopeless * slower
+            and timings[turn].timed(loop_count) < enough
+            and timings[turn].failure is None
+        ]
+        if turns and reference is not None and (took := reference.timing.burst(seconds)) is not None:
+            beside.append(took)
+        for timing, loop_count in turns:
+            timing.burst(seconds, loop_count, rest=not alone)
+    found = [[timing.measurement(n) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
+    if reference is None or reference.timing.failure is not None or not beside:
+        return found
+    return [
+        [_told_as_of(m, reference.then, beside[: len(m.repeats)]) if m.outcome == Outcome.OK else m for m in several]
+        for several in found
+    ]
 
 
 def clearly_faster(ours: Measurement, theirs: Measurement, gain: float, level: float = 0.05) -> bool:

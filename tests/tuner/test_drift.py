@@ -24,9 +24,9 @@ from tuner.bridge import Config, UserError, concrete
 from tuner.drift import LIMITS, Drift, Figures, make_figures, measure_drift
 from tuner.history import Trial, TuneDir
 from tuner.levels import Levels
-from tuner.measure import Worker
 from tuner.objective import ANY, every_point_with, excluded
 from tuner.space import knobs_up_to, make_space
+from tuner.worker_client import Worker
 
 FINE = Figures(
     policy_kl=(1e-4, 2e-4),

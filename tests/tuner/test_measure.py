@@ -24,14 +24,13 @@ from tuner.flops import count_cost
 from tuner.measure import (
     HOPELESS_BURSTS,
     Timing,
-    Worker,
-    WorkerFailed,
     clearly_faster,
     measure_beside,
     measure_config,
     measure_in_alternation,
     paired_ratio,
 )
+from tuner.worker_client import Worker, WorkerFailed
 from tuner.workload import describe
 
 CORES = len(os.sched_getaffinity(0))
@@ -208,7 +207,7 @@ def test_a_loss_that_is_not_finite_is_a_row(tiny: Config, machine: Hardware) -> 
 
 def test_a_worker_dies_with_its_parent(tiny: Config) -> None:
     program = (
-        "import sys, json, time\nfrom tuner.measure import Worker\n"
+        "import sys, json, time\nfrom tuner.worker_client import Worker\n"
         f"worker = Worker(json.loads({json.dumps(json.dumps({'kind': 'train', 'config': tiny.to_dict(), 'allocation': {}}))}))\n"
         "print(worker.pid, flush=True)\ntime.sleep(60)\n"
     )

@@ -1,0 +1,73 @@
+"""The process that a tuning measures its trials beside: what they are told as of, and when it is of no use."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import pytest
+
+from predictor import Hardware, Measurement, Outcome, Workload
+from tuner.anchor import Anchor
+from tuner.bridge import Config
+from tuner.measure import HOPELESS_BURSTS, measure_config
+
+
+def known(machine: Hardware, workload: Workload, seconds: float, **fields: object) -> Measurement:
+    measured = Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, seconds_per_env_step=seconds, peak_bytes=1e8)
+    return dataclasses.replace(measured, **fields)
+
+
+def test_trials_are_told_as_of_when_the_start_was_measured(tiny: Config, machine: Hardware, workload: Workload) -> None:
+    said: list[str] = []
+    with Anchor(tiny, hardware=machine, timeout=120.0, say=said.append) as anchor:
+        # Another process found the machine to be a million times as slow as it is now.
+        anchor.resume(known(machine, workload, 1e3))
+        assert anchor.reference is not None
+        bursts = {"hardware": machine, "repeats": 4, "seconds": 0.05, "reference": anchor.reference}
+        for found in measure_config(tiny, loop_counts=[8], hopeless=3e3, **bursts):
+            assert found.seconds_per_env_step is not None
+            assert 1e2 < found.seconds_per_env_step < 1e4
+            assert found.env_steps_per_second == pytest.approx(1.0 / found.seconds_per_env_step)
+            # A step of environments in so many updates, whatever seconds are told.
+            steps_an_update = tiny.train.batch_size / float(tiny.replay_ratio)
+            assert found.updates_per_second == pytest.approx(found.env_steps_per_second / steps_an_update, rel=0.3)
+            assert len(found.repeats) == 4
+        # As many times as hopeless: what is hopeless is told as of then, too.
+        (slow,) = measure_config(tiny, hopeless=1.0, **bursts)
+        assert len(slow.repeats) == HOPELESS_BURSTS
+        # It is gone in the middle of a trial: which is told as it was measured, and the next has none.
+        anchor.reference.timing.worker.kill(signal.SIGKILL)
+        (alone,) = measure_config(tiny, **bursts)
+        assert alone.outcome == Outcome.OK
+        assert alone.seconds_per_env_step < 1.0
+        assert said == []
+        assert anchor.reference is None
+        assert len(said) == 1
+        assert "SIGKILL" in said[0]
+        assert anchor.reference is None
+        assert len(said) == 1
+
+
+NO_USE = [{"peak_bytes": 1e18}, {"outcome": Outcome.CRASHED}, {"peak_bytes": None}]
+
+
+@pytest.mark.parametrize("fields", NO_USE, ids=["it holds much memory", "it failed", "nobody knows what it holds"])
+def test_what_would_stand_in_the_way_is_no_anchor(
+    tiny: Config, machine: Hardware, workload: Workload, fields: dict[str, object]
+) -> None:
+    with Anchor(tiny, hardware=machine, timeout=120.0, say=pytest.fail) as anchor:
+        process = anchor._timing.worker
+        anchor.resume(known(machine, workload, 1e3, **fields))
+        assert anchor.reference is None
+        assert process._process.poll() is not None
+
+
+def test_the_anchor_is_what_the_start_is_measured_in(tiny: Config, machine: Hardware) -> None:
+    with Anchor(tiny, hardware=machine, timeout=120.0, say=pytest.fail) as anchor:
+        first, other = anchor.measure(seconds=0.05, enough=60.0, loop_counts=[8])
+        assert (first.workload.loop_count, other.workload.loop_count) == (float(tiny.runtime.loop_count), 8.0)
+        assert anchor.reference is not None
+        assert anchor.reference.then == first.seconds_per_env_step
+        assert anchor.reference.timing.burst(0.05) is not None  # it is alive
+    assert anchor.reference is None
