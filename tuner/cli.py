@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,12 @@ def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict
             shown[name] = f"{shown[name] / 2**30:.2f} GiB"
     if "seconds_per_env_step" in shown:
         shown["seconds_per_env_step"] = f"{shown['seconds_per_env_step'] * 1e6:.1f} microseconds"
+    if "training_seconds" in shown:
+        steps, seconds = config.train.max_env_steps, shown.pop("training_seconds")
+        shown[f"training of {steps:,} steps"] = f"{timedelta(seconds=round(seconds))}, without compiling, evaluating and saving"
+    if "seconds_per_env_step_by_simulations" in shown:
+        depths = shown.pop("seconds_per_env_step_by_simulations").items()
+        shown["as searches deepen"] = ", ".join(f"{seconds * 1e6:.1f} at {count} simulations" for count, seconds in depths)
     if "interval" in shown:
         low, high = shown.pop("interval")
         shown["seconds_per_env_step"] += f", nine times in ten {low * 1e6:.1f} to {high * 1e6:.1f}"
@@ -212,7 +219,7 @@ def _predict(args: argparse.Namespace) -> int:
     from tuner.corrections import check_memory
     from tuner.fingerprint import fingerprint
     from tuner.history import HISTORY, shared_measurements
-    from tuner.workload import describe
+    from tuner.workload import describe, whole_training
 
     _stay_off_the_accelerator()
     config = allocation_checked(make_config(args))
@@ -224,9 +231,8 @@ def _predict(args: argparse.Namespace) -> int:
     model = RuntimePredictor.pretrained().fit(history[-HISTORY:])
     if not history:
         print("no measurement of this machine yet: muzerox measure makes one, and predictions better", file=sys.stderr)
-    prediction = model.predict(workload, hardware)
-    title = f"muzerox predict: {config.env}, from {len(history)} measurements"
-    _print_figures(title, config, _figures(prediction), {}, as_json=args.json)
+    figures = _figures(model.predict(workload, hardware)) | whole_training(model, config, hardware)
+    _print_figures(f"muzerox predict: {config.env}, from {len(history)} measurements", config, figures, {}, as_json=args.json)
     return 0
 
 
@@ -237,7 +243,8 @@ PREDICT = Command(
     run=_predict,
     description="""The same figures as measure, from the predictor: an analytic base over the machine's measured rates,
 corrected by what was measured here before, and a graph network. With the interval that holds what would be measured nine times in
-ten, and with where the time goes. The configuration is not run.
+ten, with where the time goes, and with the seconds of the whole training, searches that deepen on the way included. The
+configuration is not run.
 
   muzerox predict --env gymnax:CartPole-v1 --set runtime.num_envs=1024""",
 )

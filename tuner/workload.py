@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import platform as host
 import statistics
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from predictor import Workload
+from predictor import Hardware, RuntimePredictor, Workload
 from tuner.bridge import (
     ENGINES,
     GIB,
@@ -71,6 +72,25 @@ def describe(config: Config) -> Workload:
         cores=float(config.allocation.cores or 1),
         memory_bytes=(config.allocation.memory_gib or 0.0) * GIB,
         **_describe_runtime(config),
+    )
+
+
+def whole_training(predictor: RuntimePredictor, config: Config, hardware: Hardware) -> dict[str, Any]:
+    """What a concrete configuration is predicted to take to its last step, searches that deepen on the way included.
+
+    Returns ``training_seconds``, without compiling, evaluating and saving, ``peak_bytes``, which the deepest searches take, and
+    where they deepen ``seconds_per_env_step_by_simulations``. Raises as :func:`describe` does.
+    """
+    begins, simulations = zip(*config.deepenings, strict=True)
+    steps = [end - begin for begin, end in itertools.pairwise([*begins, config.train.max_env_steps])]
+    predicted = [predictor.predict(describe(config.searching(count)), hardware) for count in simulations]
+    seconds = [one.seconds_per_env_step for one in predicted]
+    told = {
+        "training_seconds": sum(map(operator.mul, steps, seconds)),
+        "peak_bytes": max(one.peak_bytes for one in predicted),
+    }
+    return told | (
+        {"seconds_per_env_step_by_simulations": dict(zip(simulations, seconds, strict=True))} if len(steps) > 1 else {}
     )
 
 

@@ -49,10 +49,26 @@ def test_measuring_and_predicting_give_the_same_keys(tmp_path: Path) -> None:
     predicted = muzerox("predict", *OPTIONS, "--json", cwd=tmp_path)
     assert predicted.returncode == 0, predicted.stderr
     one, other = json.loads(measured.stdout), json.loads(predicted.stdout)
-    assert list(one) == [name for name in other if name not in ("interval", "shares")]  # which only a prediction has
+    # Which only a prediction has.
+    assert list(one) == [name for name in other if name not in ("interval", "shares", "training_seconds")]
+    assert other["training_seconds"] == pytest.approx(2000 * other["seconds_per_env_step"])
     assert one["outcome"] == other["outcome"] == "ok"
     assert other["seconds_per_env_step"] == pytest.approx(one["seconds_per_env_step"], rel=1.0)  # it has just seen it
     assert list(tmp_path.iterdir()) == []  # neither writes anything here
+
+
+def test_a_training_whose_searches_deepen_is_predicted_to_its_end(tmp_path: Path) -> None:
+    deepening = [*OPTIONS, "--set", "search.final_simulations=8"]
+    said = muzerox("predict", *deepening, "--json", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    told = json.loads(said.stdout)
+    at = {int(count): seconds for count, seconds in told["seconds_per_env_step_by_simulations"].items()}
+    assert list(at) == [2, 4, 8]
+    assert told["seconds_per_env_step"] == at[2] < at[4] < at[8]
+    assert told["training_seconds"] == pytest.approx(667 * at[2] + 667 * at[4] + 666 * at[8])
+    alike = json.loads(muzerox("predict", *OPTIONS, "--set", "search.num_simulations=8", "--json", cwd=tmp_path).stdout)
+    assert at[8] == pytest.approx(alike["seconds_per_env_step"])
+    assert told["peak_bytes"] == pytest.approx(alike["peak_bytes"])
 
 
 def test_info_shows_the_measured_machine(tmp_path: Path) -> None:
