@@ -1,10 +1,9 @@
 """Tunings of some minutes from the preset and from random starting points, and how much of what there was to gain they found.
 
-The best configuration known for a task is the fastest of those that any of its tunings ended with, in alternation; ``--long``
-adds a longer tuning to them. Then each start, what its tuning made of it and the best known run in alternation, in new processes:
-``ratio`` is tuned over start (below 1: tuning did harm), ``recovered`` the share of the way from the start to the best, in
-logarithms. Every trial is in the record: what was expected by the base as it comes, by the calibrated base and with all that
-the tuning had learnt, and what came.
+All starts and what their tunings made of them run in one alternation, in new processes; ``--long`` adds what a longer tuning
+ends with. The best known for a task is the fastest of them. ``ratio`` is tuned over start (below 1: tuning did harm),
+``recovered`` the share of the way from the start to the best, in logarithms. Every trial is in the record: what was expected by
+the base as it comes, by the calibrated base and with all that the tuning had learnt, and what came.
 """
 
 from __future__ import annotations
@@ -74,29 +73,34 @@ def tune_once(start: Any, budget: str, out: Path) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def best_of(results: Sequence[Any], rounds: int) -> Any:
-    """The fastest of the configurations that tunings ended with, measured in alternation."""
-    from tuner.measure import measure_in_alternation
-
-    found = list({repr(result.config): result.config for result in results}.values())
-    measured = measure_in_alternation(found, hardware=results[0].hardware, rounds=rounds)
-    return min(zip(found, measured, strict=True), key=lambda pair: pair[1].seconds_per_env_step or math.inf)[0]
-
-
-def compare(result: Any, best: Any, rounds: int) -> dict[str, Any]:
-    """A start, what tuning made of it and the best known, in alternation."""
+def compare(results: Sequence[Any], further: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
+    """Of each tuning its start, what it made of it and the fastest there is among all and ``further``'s, in one alternation."""
+    from predictor import Outcome
     from tuner.measure import measure_in_alternation, paired_ratio
 
-    base, ours, known = measure_in_alternation([result.start, result.config, best], hardware=result.hardware, rounds=rounds)
-    ratio, there_is = paired_ratio(ours, base), paired_ratio(known, base)
-    return {
-        "start_env_steps_per_second": base.env_steps_per_second,
-        "tuned_env_steps_per_second": ours.env_steps_per_second,
-        "best_env_steps_per_second": known.env_steps_per_second,
-        "ratio": ratio,
-        "best_over_start": there_is,
-        "recovered": math.log(ratio) / math.log(there_is) if there_is > NOTHING else None,
-    }
+    ends = [result.config for result in (*results, *further)]
+    configs = list({repr(config): config for config in (*(result.start for result in results), *ends)}.values())
+    found = measure_in_alternation(configs, hardware=results[0].hardware, rounds=rounds)
+    failed = [f"{one.outcome}: {one.error}" for one in found if one.outcome != Outcome.OK]
+    if failed:
+        sys.exit(f"comparing: {failed[0]}")
+    measured = dict(zip(map(repr, configs), found, strict=True))
+    best = max(found, key=lambda one: paired_ratio(one, found[0]))
+    rows = []
+    for result in results:
+        base, ours = measured[repr(result.start)], measured[repr(result.config)]
+        ratio, there_is = paired_ratio(ours, base), paired_ratio(best, base)
+        rows.append(
+            {
+                "start_env_steps_per_second": base.env_steps_per_second,
+                "tuned_env_steps_per_second": ours.env_steps_per_second,
+                "best_env_steps_per_second": best.env_steps_per_second,
+                "ratio": ratio,
+                "best_over_start": there_is,
+                "recovered": math.log(ratio) / math.log(there_is) if there_is > NOTHING else None,
+            }
+        )
+    return rows
 
 
 def show(rows: dict[str, Any]) -> None:
@@ -117,7 +121,7 @@ def main() -> None:
     parser.add_argument("--budget", default="5m")
     parser.add_argument("--long", metavar="BUDGET", help="of one more tuning from the preset, for the best known")
     parser.add_argument("--random-starts", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=15, help="of the comparisons")
+    parser.add_argument("--rounds", type=int, default=41, help="of the comparison")
     parser.add_argument("--out", type=Path, help="folder for the tunings, kept and continued (default: a temporary one)")
     args = parser.parse_args()
     use_device(args.device)
@@ -135,9 +139,8 @@ def main() -> None:
         further = []
         if args.long:
             further = [tune_once(Config.preset(env), args.long, folder / f"{env.replace(':', '_')}-long")[0]]
-        best = best_of([*results, *further], args.rounds)
-        for result, row in zip(results, own.values(), strict=True):
-            row |= compare(result, best, args.rounds)
+        for row, compared in zip(own.values(), compare(results, further, args.rounds), strict=True):
+            row |= compared
         rows |= own
     show(rows)
     errors = [trial["errors"] for row in rows.values() for trial in row["trials"][1:] if trial["errors"][0] is not None]
