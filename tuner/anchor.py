@@ -49,6 +49,7 @@ class Anchor:
         """Measures its own configuration, as :func:`tuner.measure.measure_config` does. Of no use to others, it ends."""
         self._timing.wait()
         (found,) = measure_timings([self._timing], [loop_counts], rounds=REPEATS, seconds=seconds, enough=enough)
+        self._timing.burst(0.0)  # threads come to rest after it: until then they would disturb the next, and run ahead
         self._keep(found[0])
         return found
 
