@@ -132,8 +132,8 @@ def test_a_comparison_has_the_rounds_that_there_is_time_for(machine: Hardware, t
 
     quick, slow = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0)
     assert comparison.plan(quick, 0.4, 300.0, 200.0) == (2, comparison.MAX_ROUNDS)
-    assert comparison.plan(quick, 0.4, 300.0, 35.0) == (2, 11)  # 18 s until all are up, and 1.2 s a round
-    assert comparison.plan(quick, 0.4, 300.0, 25.0) == (1, 12), "one rival less is rather done without"
+    assert comparison.plan(quick, 0.4, 300.0, 45.0) == (2, 20)  # 21 s until all are up and to finish, and 1.2 s a round
+    assert comparison.plan(quick, 0.4, 300.0, 30.0) == (1, 18), "one rival less is rather done without"
     assert comparison.plan(quick, 0.4, 300.0, 1.0) == (1, comparison.MIN_ROUNDS), "whatever is left"
     assert comparison.plan(slow, 0.4, 300.0, 150.0) == (2, 4)
     assert comparison.plan(slow, 0.4, 300.0, 100.0) == (1, comparison.LONG_ROUNDS)
@@ -144,7 +144,7 @@ def test_a_comparison_has_the_rounds_that_there_is_time_for(machine: Hardware, t
     more = made(0.1, 0.1, 0.1, 0.1, 0.1)
     assert comparison.reserved(more, 0.4, 300.0) == comparison.reserved(quick, 0.4, 300.0), "two have time kept for them"
     assert comparison.plan(more, 0.4, 300.0, 200.0) == (4, comparison.MAX_ROUNDS)
-    assert comparison.plan(more, 0.4, 300.0, 45.0) == (3, 11), "27 s until all are up, and 1.6 s a round"
+    assert comparison.plan(more, 0.4, 300.0, 55.0) == (3, 17), "27 s until all are up and to finish, and 1.6 s a round"
     assert alone < 120.0 < 300.0 - 60.0, "of five minutes a start whose bursts take 22 s leaves time for trials"
 
 
