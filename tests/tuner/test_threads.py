@@ -132,7 +132,7 @@ def test_a_comparison_has_the_rounds_that_there_is_time_for(machine: Hardware, t
 
     quick, slow = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0)
     assert comparison.plan(quick, 0.4, 300.0, 200.0) == (2, comparison.MAX_ROUNDS)
-    assert comparison.plan(quick, 0.4, 300.0, 45.0) == (2, 20)  # 21 s until all are up and to finish, and 1.2 s a round
+    assert comparison.plan(quick, 0.4, 300.0, 46.0) == (2, 20)  # 21 s until all are up and to finish, and 1.2 s a round
     assert comparison.plan(quick, 0.4, 300.0, 30.0) == (1, 18), "one rival less is rather done without"
     assert comparison.plan(quick, 0.4, 300.0, 1.0) == (1, comparison.MIN_ROUNDS), "whatever is left"
     assert comparison.plan(slow, 0.4, 300.0, 150.0) == (2, 4)
