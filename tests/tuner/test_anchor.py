@@ -63,6 +63,13 @@ def test_what_would_stand_in_the_way_is_no_anchor(
         assert process._process.poll() is not None
 
 
+def test_threads_are_no_anchor(tiny_threads: Config, machine: Hardware) -> None:
+    with Anchor(tiny_threads, hardware=machine, timeout=120.0, say=pytest.fail) as anchor:
+        (first,) = anchor.measure(seconds=0.05, enough=60.0, loop_counts=[])
+        assert first.outcome == Outcome.OK
+        assert anchor.reference is None
+
+
 def test_the_anchor_is_what_the_start_is_measured_in(tiny: Config, machine: Hardware) -> None:
     with Anchor(tiny, hardware=machine, timeout=120.0, say=pytest.fail) as anchor:
         first, other = anchor.measure(seconds=0.05, enough=60.0, loop_counts=[8])
