@@ -149,7 +149,8 @@ def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict
         shown[f"training of {steps:,} steps"] = f"{timedelta(seconds=round(seconds))}, without compiling, evaluating and saving"
     if "seconds_per_env_step_by_simulations" in shown:
         depths = shown.pop("seconds_per_env_step_by_simulations").items()
-        shown["as searches deepen"] = ", ".join(f"{seconds * 1e6:.1f} at {count} simulations" for count, seconds in depths)
+        told = ", ".join(f"{seconds * 1e6:.1f} at {count}" for count, seconds in depths)
+        shown["as searches deepen"] = f"{told} simulations, microseconds"
     if "interval" in shown:
         low, high = shown.pop("interval")
         shown["seconds_per_env_step"] += f", nine times in ten {low * 1e6:.1f} to {high * 1e6:.1f}"
