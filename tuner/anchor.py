@@ -59,7 +59,7 @@ class Anchor:
 
     def _keep(self, known: Measurement) -> None:
         hardware = self._timing.hardware
-        # Threads that rest between bursts are not as fast as those that never do, some by a fifth more than others.
+        # Threads would have to rest between bursts, which favours some configurations over others: benchmarks/README.md.
         together = self._timing.config.runtime.kind != "sebulba"
         shortest = self._timing.ready.get("warmup_seconds", math.inf)  # of its bursts: a cycle of acting and learning
         # What has an accelerator has its memory, and is not shared with strangers.
