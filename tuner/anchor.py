@@ -54,18 +54,21 @@ class Anchor:
 
     def resume(self, known: Measurement) -> None:
         """Another process measured its configuration: what follows is told as of then."""
-        self._timing.wait()
+        if self._suits(known):  # else nobody waits until it is up
+            self._timing.wait()
         self._keep(known)
 
-    def _keep(self, known: Measurement) -> None:
+    def _suits(self, known: Measurement) -> bool:
+        """Whether its process may stay beside others, by what was measured of it."""
         hardware = self._timing.hardware
-        # Threads would have to rest between bursts, which favours some configurations over others: benchmarks/README.md.
-        together = self._timing.config.runtime.kind != "sebulba"
-        shortest = self._timing.ready.get("warmup_seconds", math.inf)  # of its bursts: a cycle of acting and learning
         # What has an accelerator has its memory, and is not shared with strangers.
         fits = hardware.platform == "cpu" and (known.peak_bytes or math.inf) <= _MEMORY * hardware.memory_bytes
-        runs = known.outcome == Outcome.OK and self._timing.failure is None
-        if runs and fits and together and shortest <= _LONGEST_BURST:
+        # Threads would have to rest between bursts, which favours some configurations over others: benchmarks/README.md.
+        return known.outcome == Outcome.OK and fits and self._timing.config.runtime.kind != "sebulba"
+
+    def _keep(self, known: Measurement) -> None:
+        shortest = self._timing.ready.get("warmup_seconds", math.inf)  # of its bursts: a cycle of acting and learning
+        if self._suits(known) and self._timing.failure is None and shortest <= _LONGEST_BURST:
             self._then = known.seconds_per_env_step
         else:
             self.close()

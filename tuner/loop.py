@@ -302,9 +302,10 @@ class _Tuning:
 
     def _reference(self, timeout: float) -> Reference | None:
         """The start's process; another one where a killed tuning goes on."""
-        if self.anchor is None:
-            self._anchor(Config.from_dict(self.trials[0].config), timeout).resume(self.trials[0].measurement)
-        return self.anchor.reference if self.anchor else None
+        if (anchor := self.anchor) is None:
+            anchor = self._anchor(Config.from_dict(self.trials[0].config), timeout)
+            anchor.resume(self.trials[0].measurement)
+        return anchor.reference
 
     def _predictions(self, config: Config) -> tuple[float, float, float, tuple[float, ...]]:
         """Seconds an environment step: uncalibrated base, calibrated base, base and residual; the interval of these last."""
