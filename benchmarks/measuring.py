@@ -79,11 +79,11 @@ def probe() -> float:
 
 def measure(pair: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, Any]]:
     """The rows of processes that are measured in alternation."""
-    from tuner.measure import measure_group
+    from tuner.measure import Bursts, measure_group
 
     group = [(point.config, point.loop_counts) for point in pair]
     before = probe()
-    measured = measure_group(group, hardware=hardware, rounds=args.rounds, seconds=args.seconds, timeout=args.timeout)
+    measured = measure_group(group, Bursts(args.rounds, args.seconds), hardware=hardware, timeout=args.timeout)
     probes = [before, probe()]
     return [
         {

@@ -11,20 +11,20 @@ from collections.abc import Callable, Sequence
 
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config
-from tuner.measure import REPEATS, Reference, Timing, measure_timings
+from tuner.measure import REPEATS, Bursts, Reference, Timing, measure_timings
 
 _LONGEST_BURST = 1.0  # seconds: longer ones would take too much of a budget from what is to be measured
 _MEMORY = 0.1  # of the machine's, which the others do not have
 
 
 class Anchor:
-    """The start's process. Close it, or use it as a context manager: a worker is a process of its own."""
+    """The start's process, once there is one. Close it, or use it as a context manager: a worker is a process of its own."""
 
-    def __init__(self, config: Config, *, hardware: Hardware, timeout: float, say: Callable[[str], None]):
-        """Starts it; :meth:`measure` or :meth:`resume` says as of when the others are to be told."""
-        self._say = say
-        self._then: float | None = None  # seconds an environment step
-        self._timing = Timing(config, hardware=hardware, timeout=timeout)
+    def __init__(self, *, hardware: Hardware, say: Callable[[str], None]):
+        self._hardware, self._say = hardware, say
+        self._timing: Timing | None = None
+        self._then: float | None = None  # seconds an environment step, as of which others are told
+        self._of_use = True  # until it has been measured or seen to be of none
 
     def __enter__(self) -> Anchor:
         return self
@@ -34,41 +34,49 @@ class Anchor:
 
     def close(self) -> None:
         """Ends the process; it may have ended before."""
-        self._then = None
-        self._timing.worker.stop()
+        self._of_use = False
+        if self._timing is not None:
+            self._timing.worker.stop()
 
-    @property
-    def reference(self) -> Reference | None:
-        """What others are measured beside; None where it is no use, or has failed since."""
-        if self._then is not None and self._timing.failure is not None:
-            self._say(f"the start's process has ended ({self._timing.failure}): nothing is measured beside it any more")
-            self.close()
-        return None if self._then is None else Reference(self._timing, self._then)
-
-    def measure(self, *, seconds: float, enough: float, loop_counts: Sequence[int]) -> list[Measurement]:
-        """Measures its own configuration, as :func:`tuner.measure.measure_config` does. Of no use to others, it ends."""
-        self._timing.wait()
-        (found,) = measure_timings([self._timing], [loop_counts], rounds=REPEATS, seconds=seconds, enough=enough)
-        self._keep(found[0])
+    def measure(
+        self, config: Config, *, seconds: float, enough: float, loop_counts: Sequence[int], timeout: float
+    ) -> list[Measurement]:
+        """Measures a configuration, as :func:`tuner.measure.measure_config` does. Of no use to others, its process ends."""
+        timing = self._start(config, timeout)
+        (found,) = measure_timings([timing], [loop_counts], Bursts(REPEATS, seconds, enough))
+        self._keep(timing, found[0])
         return found
 
-    def resume(self, known: Measurement) -> None:
-        """Another process measured its configuration: what follows is told as of then."""
-        if self._suits(known):  # else nobody waits until it is up
-            self._timing.wait()
-        self._keep(known)
+    def beside(self, config: Config, known: Measurement, timeout: float) -> Reference | None:
+        """What others are measured beside; None where it would be no use, or has failed.
 
-    def _suits(self, known: Measurement) -> bool:
+        Where another process measured the start, ``config``, as ``known``, one is started, and what follows is told as of then.
+        """
+        if self._timing is None and self._of_use and self._suits(config, known):
+            self._keep(self._start(config, timeout), known)
+        if self._timing is None or self._then is None or not self._of_use:
+            return None
+        if self._timing.failure is not None:
+            self._say(f"the start's process has ended ({self._timing.failure}): nothing is measured beside it any more")
+            self.close()
+            return None
+        return Reference(self._timing, self._then)
+
+    def _start(self, config: Config, timeout: float) -> Timing:
+        self._timing = Timing(config, hardware=self._hardware, timeout=timeout)
+        self._timing.wait()
+        return self._timing
+
+    def _suits(self, config: Config, known: Measurement) -> bool:
         """Whether its process may stay beside others, by what was measured of it."""
-        hardware = self._timing.hardware
         # What has an accelerator has its memory, and is not shared with strangers.
-        fits = hardware.platform == "cpu" and (known.peak_bytes or math.inf) <= _MEMORY * hardware.memory_bytes
-        # Threads would have to rest between bursts, which favours some configurations over others: benchmarks/README.md.
-        return known.outcome == Outcome.OK and fits and self._timing.config.runtime.kind != "sebulba"
+        fits = self._hardware.platform == "cpu" and (known.peak_bytes or math.inf) <= _MEMORY * self._hardware.memory_bytes
+        # Threads would have to rest between bursts, and may not come to rest at all.
+        return known.outcome == Outcome.OK and fits and config.runtime.kind != "sebulba"
 
-    def _keep(self, known: Measurement) -> None:
-        shortest = self._timing.ready.get("warmup_seconds", math.inf)  # of its bursts: a cycle of acting and learning
-        if self._suits(known) and self._timing.failure is None and shortest <= _LONGEST_BURST:
+    def _keep(self, timing: Timing, known: Measurement) -> None:
+        shortest = timing.ready.get("warmup_seconds", math.inf)  # of its bursts: a cycle of acting and learning
+        if self._suits(timing.config, known) and timing.failure is None and shortest <= _LONGEST_BURST:
             self._then = known.seconds_per_env_step
         else:
             self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def reserved(trials: Sequence[Trial], burst: float, budget: float) -> float:
 
 
 def plan(trials: Sequence[Trial], burst: float, budget: float, left: float) -> tuple[int, int]:
-    """How many rivals to compare, at least one of those after the first of ``trials``, and for how many rounds.
+    """How many rivals to compare, at least one of those after the first of ``trials``, and for how many rounds at least.
 
     Args:
       burst: seconds of a timed burst, about.
@@ -62,8 +63,8 @@ def plan(trials: Sequence[Trial], burst: float, budget: float, left: float) -> t
         if _shortest(compared, burst, budget) <= left and _fit_together(compared):
             break
         rivals -= 1
-    ready, a_round = _seconds(trials[: 1 + rivals], burst)
-    return rivals, int(min(MAX_ROUNDS, max(_fewest_rounds(a_round, budget), (left - ready) / a_round)))
+    _, a_round = _seconds(trials[: 1 + rivals], burst)
+    return rivals, _fewest_rounds(a_round, budget)
 
 
 def _fewest_rounds(a_round: float, budget: float) -> int:
@@ -99,13 +100,28 @@ def _seconds(trials: Sequence[Trial], burst: float) -> tuple[float, float]:
 
 
 def compare(
-    start: Config, rivals: Sequence[Config], *, hardware: Hardware, rounds: int, seconds: float, price: Price, rent: Price
+    start: Config,
+    rivals: Sequence[Config],
+    *,
+    hardware: Hardware,
+    fewest: int,
+    left: float,
+    seconds: float,
+    price: Price,
+    rent: Price,
 ) -> Comparison | None:
     """Measures ``rivals`` against ``start``, all alive, burst by burst; None when the start did not run.
 
-    ``rent``: what a second of a configuration counts as; ``price``: what it pays beside, as a share of its time.
+    Args:
+      fewest: rounds; more, up to MAX_ROUNDS, while they and the end of a tuning fit into the seconds ``left``.
+      seconds: of a burst.
+      rent: what a second of a configuration counts as.
+      price: what it pays beside, as a share of its time.
     """
-    base, *measured = measure_in_alternation([start, *rivals], hardware=hardware, rounds=rounds, seconds=seconds)
+    until = time.monotonic() + left - _FINISHING
+    base, *measured = measure_in_alternation(
+        [start, *rivals], hardware=hardware, rounds=MAX_ROUNDS, fewest=fewest, until=until, seconds=seconds
+    )
     if base.outcome != Outcome.OK:
         return None
     paid = [_at_rent(m, rent(m) / rent(base)) for m in measured]

@@ -28,7 +28,7 @@ from tuner.history import HISTORY, Trial, TuneDir, shared_measurements, shared_s
 from tuner.html_report import write_report
 from tuner.levels import Levels
 from tuner.live import Progress
-from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, Reference, measure_beside, measure_config, paired_ratio
+from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import COLDEST, NOTHING, Proposer, role_of, temperature_of
@@ -134,7 +134,7 @@ class _Tuning:
         self.proposer = Proposer(space, hardware, taught, jax.random.key(seed), staleness_price, goal)
         self.levels = Levels(start, hardware, folder, progress.say)
         self.goal = goal
-        self.anchor: Anchor | None = None
+        self.anchor = progress.enter(Anchor(hardware=hardware, say=progress.say))
 
     @property
     def predictor(self) -> RuntimePredictor:
@@ -249,17 +249,18 @@ class _Tuning:
         """
         changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
         number = len(self.trials)
-        first = self.trials[0].measurement.wall_seconds if self.trials else 60.0
+        first = self.trials[0] if self.trials else None
         expected = self.predictor.predict(describe(config), self.hardware)
         self.progress.trial(number, role, self._describe_changes(changes), expected.seconds_per_env_step, self.elapsed)
         before = time.monotonic()
         # The first may have found its programs in the cache, and a core may be all that another compiles with.
-        timeout = max(30.0, 3.0 * first, 5.0 * expected.compile_seconds)
+        timeout = max(30.0, 3.0 * (first.measurement.wall_seconds if first else 60.0), 5.0 * expected.compile_seconds)
         hardware, seconds, counts = self.hardware, self.burst, self.proposer.further_loop_counts(self.space.encode(changes))
         if beside is not None:
             measurements = [measure_beside(config, *beside, hardware=hardware, seconds=seconds, timeout=timeout)]
-        elif not self.trials:
-            measurements = self._anchor(config, timeout).measure(seconds=seconds, enough=ENOUGH_SECONDS, loop_counts=counts)
+        elif first is None:
+            limits = {"seconds": seconds, "enough": ENOUGH_SECONDS, "timeout": timeout}
+            measurements = self.anchor.measure(config, loop_counts=counts, **limits)
         else:
             measurements = measure_config(
                 config,
@@ -269,7 +270,7 @@ class _Tuning:
                 enough=ENOUGH_SECONDS,
                 loop_counts=counts,
                 hopeless=HOPELESS * min(trial.seconds for trial in self.trials if trial.seconds),
-                reference=self._reference(timeout),
+                reference=self.anchor.beside(Config.from_dict(first.config), first.measurement, timeout),
             )
         share = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):
@@ -294,18 +295,6 @@ class _Tuning:
             self.store.append(trial.measurement.to_dict())
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
-
-    def _anchor(self, config: Config, timeout: float) -> Anchor:
-        """A process that stays, for all trials to be measured beside."""
-        self.anchor = self.progress.enter(Anchor(config, hardware=self.hardware, timeout=timeout, say=self.progress.say))
-        return self.anchor
-
-    def _reference(self, timeout: float) -> Reference | None:
-        """The start's process; another one where a killed tuning goes on."""
-        if (anchor := self.anchor) is None:
-            anchor = self._anchor(Config.from_dict(self.trials[0].config), timeout)
-            anchor.resume(self.trials[0].measurement)
-        return anchor.reference
 
     def _predictions(self, config: Config) -> tuple[float, float, float, tuple[float, ...]]:
         """Seconds an environment step: uncalibrated base, calibrated base, base and residual; the interval of these last."""
@@ -350,14 +339,22 @@ class _Tuning:
             self.progress.say("nothing ran beside the start; a larger budget may find more")
             return self._result(self.trials[0], alone, alone, finished=True)
         measured = [self.trials[0], *finalists]
-        rivals, rounds = comparison.plan(measured, self.burst, self.budget, self.budget - self.elapsed)
-        if self.anchor is not None:
-            self.anchor.close()
-        self.progress.say(f"comparing the best {rivals} with the start, {rounds} rounds in alternation")
+        left = self.budget - self.elapsed
+        rivals, fewest = comparison.plan(measured, self.burst, self.budget, left)
+        self.anchor.close()
+        self.progress.say(f"comparing the best {rivals} with the start in alternation, at least {fewest} rounds")
         # The start as it was measured: with every core and all the memory it asked for.
         start, *others = (Config.from_dict(trial.config) for trial in measured[: 1 + rivals])
-        pays = {"price": self.proposer.price, "rent": self.proposer.rent}
-        found = comparison.compare(start, others, hardware=self.hardware, rounds=rounds, seconds=self.burst, **pays)
+        found = comparison.compare(
+            start,
+            others,
+            hardware=self.hardware,
+            fewest=fewest,
+            left=left,
+            seconds=self.burst,
+            price=self.proposer.price,
+            rent=self.proposer.rent,
+        )
         if found is None:
             return self._result(self._best(), None, None, finished=False)
         best = self.trials[0] if found.chosen is None else finalists[found.chosen]

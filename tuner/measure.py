@@ -123,6 +123,22 @@ class Timing:
         )
 
 
+class Bursts(NamedTuple):
+    """How long processes are timed: ``rounds`` of bursts of ``seconds`` each, about; a cycle of acting and learning is not cut.
+
+    ``enough``: seconds of bursts, at one loop count, after which no more are timed.
+    ``hopeless``: seconds an environment step; what is slower in ``HOPELESS_BURSTS`` is not timed further.
+    ``until``: by ``time.monotonic()``; after ``fewest`` rounds none begins that would end later, by what those before took.
+    """
+
+    rounds: int
+    seconds: float = BURST_SECONDS
+    enough: float = math.inf
+    hopeless: float = math.inf
+    fewest: int = 0
+    until: float = math.inf
+
+
 class Reference(NamedTuple):
     """A process that is alive, and the seconds an environment step it took when what is measured beside it is told as of."""
 
@@ -148,9 +164,8 @@ def measure_config(
       repeats: timed bursts; the figures are medians.
       seconds: wall seconds of a burst, about; a cycle of acting and learning that takes longer is not cut.
       timeout: seconds that compiling, or a burst, may take.
-      enough: seconds of bursts, at one loop count, after which no more are timed.
+      enough, hopeless: see :class:`Bursts`.
       loop_counts: measured too, in the same process and in alternation: they share the compiled program.
-      hopeless: seconds an environment step; what is slower in ``HOPELESS_BURSTS`` is not timed further.
       reference: timed in alternation with it, and seconds are told as of when those of the reference were ``then``.
 
     Returns:
@@ -159,9 +174,8 @@ def measure_config(
     Raises:
       UserError: a configuration that this machine cannot be asked for.
     """
-    group = [(config, loop_counts)]
-    limits = {"timeout": timeout, "enough": enough, "hopeless": hopeless}
-    (found,) = measure_group(group, hardware=hardware, rounds=repeats, seconds=seconds, reference=reference, **limits)
+    bursts = Bursts(repeats, seconds, enough, hopeless)
+    (found,) = measure_group([(config, loop_counts)], bursts, hardware=hardware, timeout=timeout, reference=reference)
     return found
 
 
@@ -170,15 +184,19 @@ def measure_in_alternation(
     *,
     hardware: Hardware,
     rounds: int = 15,
+    fewest: int = 0,
+    until: float = math.inf,
     seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
 ) -> list[Measurement]:
     """Measures configurations against one another: all alive, one burst each a round, in an order that turns.
 
-    ``repeats`` of the results are paired: the n-th of each belong to the same round.
+    ``repeats`` of the results are paired: the n-th of each belong to the same round. After ``fewest`` rounds none begins
+    that would end after ``until``, by ``time.monotonic()``, if it took as long as those before.
     """
+    bursts = Bursts(rounds, seconds, fewest=fewest, until=until)
     group = [(config, ()) for config in configs]
-    return [first for first, *_ in measure_group(group, hardware=hardware, rounds=rounds, seconds=seconds, timeout=timeout)]
+    return [first for first, *_ in measure_group(group, bursts, hardware=hardware, timeout=timeout)]
 
 
 def measure_beside(
@@ -220,13 +238,10 @@ def _told_as_of(ours: Measurement, then: float, others: Sequence[float]) -> Meas
 
 def measure_group(
     group: Sequence[tuple[Config, Sequence[int]]],
+    bursts: Bursts,
     *,
     hardware: Hardware,
-    rounds: int,
-    seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
-    enough: float = math.inf,
-    hopeless: float = math.inf,
     reference: Reference | None = None,
 ) -> list[list[Measurement]]:
     """The same of configurations that are each measured at further loop counts too, in their own processes.
@@ -238,12 +253,11 @@ def measure_group(
       For each configuration its Measurement, and one for each further loop count.
     """
     timings: list[Timing] = []
-    limits = {"seconds": seconds, "enough": enough, "hopeless": hopeless}
     try:
         for config, _ in group:
             timings.append(Timing(config, hardware=hardware, timeout=timeout))
             timings[-1].wait()  # one after the other: two compilations at once would fight for the cores
-        return measure_timings(timings, [counts for _, counts in group], rounds=rounds, reference=reference, **limits)
+        return measure_timings(timings, [counts for _, counts in group], bursts, reference)
     finally:
         for timing in timings:
             timing.worker.stop()
@@ -252,11 +266,7 @@ def measure_group(
 def measure_timings(
     timings: Sequence[Timing],
     loop_counts: Sequence[Sequence[int]],
-    *,
-    rounds: int,
-    seconds: float = BURST_SECONDS,
-    enough: float = math.inf,
-    hopeless: float = math.inf,
+    bursts: Bursts,
     reference: Reference | None = None,
 ) -> list[list[Measurement]]:
     """The same of processes that are up, which stay alive; ``loop_counts`` of each beside its own."""
@@ -266,20 +276,24 @@ def measure_timings(
     ]
     beside: list[float] = []  # seconds an environment step of the reference, by round
     alone = len(timings) == 1 and reference is None
-    for index in range(rounds):
+    began = time.monotonic()
+    for index in range(bursts.rounds):
+        now = time.monotonic()
+        if index and index >= bursts.fewest and now + (now - began) / index > bursts.until:
+            break
         slower = 1.0 if reference is None or not beside else statistics.median(beside) / reference.then
         turns = [
             (timings[turn], loop_count)
             for turn in ((index + offset) % len(timings) for offset in range(len(timings)))
             for loop_count in wanted[turn]
-            if timings[turn].fastest(loop_count, HOPELESS_BURSTS) <= hopeless * slower
-            and timings[turn].timed(loop_count) < enough
+            if timings[turn].fastest(loop_count, HOPELESS_BURSTS) <= bursts.hopeless * slower
+            and timings[turn].timed(loop_count) < bursts.enough
             and timings[turn].failure is None
         ]
-        if turns and reference is not None and (took := reference.timing.burst(seconds)) is not None:
+        if turns and reference is not None and (took := reference.timing.burst(bursts.seconds)) is not None:
             beside.append(took)
         for timing, loop_count in turns:
-            timing.burst(seconds, loop_count, rest=not alone)
+            timing.burst(bursts.seconds, loop_count, rest=not alone)
     found = [[timing.measurement(n) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
     if reference is None or reference.timing.failure is not None or not beside:
         return found

@@ -20,11 +20,12 @@ def known(machine: Hardware, workload: Workload, seconds: float, **fields: objec
 
 def test_trials_are_told_as_of_when_the_start_was_measured(tiny: Config, machine: Hardware, workload: Workload) -> None:
     said: list[str] = []
-    with Anchor(tiny, hardware=machine, timeout=120.0, say=said.append) as anchor:
+    with Anchor(hardware=machine, say=said.append) as anchor:
         # Another process found the machine to be a million times as slow as it is now.
-        anchor.resume(known(machine, workload, 1e3))
-        assert anchor.reference is not None
-        bursts = {"hardware": machine, "repeats": 4, "seconds": 0.05, "reference": anchor.reference}
+        start = tiny, known(machine, workload, 1e3), 120.0
+        reference = anchor.beside(*start)
+        assert reference is not None
+        bursts = {"hardware": machine, "repeats": 4, "seconds": 0.05, "reference": reference}
         for found in measure_config(tiny, loop_counts=[8], hopeless=3e3, **bursts):
             assert found.seconds_per_env_step is not None
             assert 1e2 < found.seconds_per_env_step < 1e4
@@ -37,18 +38,19 @@ def test_trials_are_told_as_of_when_the_start_was_measured(tiny: Config, machine
         (slow,) = measure_config(tiny, hopeless=1.0, **bursts)
         assert len(slow.repeats) == HOPELESS_BURSTS
         # It is gone in the middle of a trial: which is told as it was measured, and the next has none.
-        anchor.reference.timing.worker.kill(signal.SIGKILL)
+        reference.timing.worker.kill(signal.SIGKILL)
         (alone,) = measure_config(tiny, **bursts)
         assert alone.outcome == Outcome.OK
         assert alone.seconds_per_env_step < 1.0
         assert said == []
-        assert anchor.reference is None
+        assert anchor.beside(*start) is None
         assert len(said) == 1
         assert "SIGKILL" in said[0]
-        assert anchor.reference is None
+        assert anchor.beside(*start) is None
         assert len(said) == 1
 
 
+BURSTS = {"seconds": 0.05, "enough": 60.0, "timeout": 120.0}
 NO_USE = [{"peak_bytes": 1e18}, {"outcome": Outcome.CRASHED}, {"peak_bytes": None}]
 
 
@@ -56,25 +58,27 @@ NO_USE = [{"peak_bytes": 1e18}, {"outcome": Outcome.CRASHED}, {"peak_bytes": Non
 def test_what_would_stand_in_the_way_is_no_anchor(
     tiny: Config, machine: Hardware, workload: Workload, fields: dict[str, object]
 ) -> None:
-    with Anchor(tiny, hardware=machine, timeout=120.0, say=pytest.fail) as anchor:
-        process = anchor._timing.worker
-        anchor.resume(known(machine, workload, 1e3, **fields))
-        assert anchor.reference is None
-        assert process._process.poll() is not None
+    with Anchor(hardware=machine, say=pytest.fail) as anchor:
+        assert anchor.beside(tiny, known(machine, workload, 1e3, **fields), 120.0) is None
+        assert anchor._timing is None, "nobody waits for it"
 
 
 def test_threads_are_no_anchor(tiny_threads: Config, machine: Hardware) -> None:
-    with Anchor(tiny_threads, hardware=machine, timeout=120.0, say=pytest.fail) as anchor:
-        (first,) = anchor.measure(seconds=0.05, enough=60.0, loop_counts=[])
+    with Anchor(hardware=machine, say=pytest.fail) as anchor:
+        (first,) = anchor.measure(tiny_threads, **BURSTS, loop_counts=[])
         assert first.outcome == Outcome.OK
-        assert anchor.reference is None
+        assert anchor.beside(tiny_threads, first, 120.0) is None
+        assert anchor._timing is not None
+        assert anchor._timing.worker._process.poll() is not None
 
 
 def test_the_anchor_is_what_the_start_is_measured_in(tiny: Config, machine: Hardware) -> None:
-    with Anchor(tiny, hardware=machine, timeout=120.0, say=pytest.fail) as anchor:
-        first, other = anchor.measure(seconds=0.05, enough=60.0, loop_counts=[8])
+    with Anchor(hardware=machine, say=pytest.fail) as anchor:
+        first, other = anchor.measure(tiny, **BURSTS, loop_counts=[8])
         assert (first.workload.loop_count, other.workload.loop_count) == (float(tiny.runtime.loop_count), 8.0)
-        assert anchor.reference is not None
-        assert anchor.reference.then == first.seconds_per_env_step
-        assert anchor.reference.timing.burst(0.05) is not None  # it is alive
-    assert anchor.reference is None
+        reference = anchor.beside(tiny, first, 120.0)
+        assert reference is not None
+        assert reference.then == first.seconds_per_env_step
+        assert reference.timing.burst(0.05) is not None  # it is alive
+    assert anchor.beside(tiny, first, 120.0) is None
+    assert reference.timing.worker._process.poll() is not None

