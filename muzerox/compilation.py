@@ -16,6 +16,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 # Of what the compiler took when it made what the cache holds; and what it, or reading the cache, takes now.
 _SAVED, _COMPILED = "/jax/compilation_cache/compile_time_saved_sec", "/jax/core/compile/backend_compile_duration"
 _SPARED = 0.25
+# Compiler options of programs that run once or twice: compiling them takes far longer than running them, and takes cores from the
+# compilation of what trains.
+ONCE = {"xla_backend_optimization_level": 0}
 
 
 def home() -> Path:

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from muzerox import replay
-from muzerox.compilation import compile_beside
+from muzerox.compilation import ONCE, compile_beside
 from muzerox.config import Config
 from muzerox.errors import ConfigError
 from muzerox.learner import LearnerState, init_learner, make_update
@@ -138,10 +138,8 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
         actors=placement.split_axis(mesh, example.actors, 0),
         replay=placement.place_storage(config.replay, placement.split_axis(mesh, example.replay, 1)),
     )
-    # They run once: compiling them takes far longer than running them, and takes cores from the compilation of dispatch.
-    once = {"xla_backend_optimization_level": 0}
-    jit_init = jax.jit(init, out_shardings=shardings, compiler_options=once)
-    jit_prefill = jax.jit(prefill, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings, compiler_options=once)
+    jit_init = jax.jit(init, out_shardings=shardings, compiler_options=ONCE)
+    jit_prefill = jax.jit(prefill, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings, compiler_options=ONCE)
     jit_dispatch = jax.jit(
         dispatch, donate_argnums=0, in_shardings=(shardings, None), out_shardings=(shardings, None, None, None)
     )

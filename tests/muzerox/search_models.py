@@ -13,6 +13,8 @@ import mctx
 import numpy as np
 import numpy_search
 
+from muzerox.compilation import ONCE
+
 Score = Callable[[numpy_search.Node], np.ndarray]
 
 
@@ -73,18 +75,19 @@ class Case:
 
     def run(self, policy: Any, dtype: Any = jnp.float32, **options: Any) -> mctx.PolicyOutput:
         """What ``policy`` answers."""
+        # What matters here is decided before LLVM: its passes take nearly half of the time to compile.
+        return jax.jit(self.search(policy, **options), compiler_options=ONCE)(*self.arguments(dtype))
+
+    def arguments(self, dtype: Any = jnp.float32) -> tuple[Any, ...]:
+        """What the function that :meth:`search` returns takes."""
         params, root, mask = self.random(dtype)
-        search = functools.partial(
-            policy,
-            recurrent_fn=self.recurrent,
-            num_simulations=self.simulations,
-            max_depth=self.max_depth,
-            **options,
-        )
-        # What matters here is decided before LLVM: its passes take nearly half of the time to compile, and these run once.
-        options = {"xla_backend_optimization_level": 0}
-        run = jax.jit(lambda params, key, root, mask: search(params, key, root, invalid_actions=mask), compiler_options=options)
-        return run(params, jax.random.key(self.seed), root, mask)
+        return params, jax.random.key(self.seed), root, mask
+
+    def search(self, policy: Any, **options: Any) -> Callable[..., mctx.PolicyOutput]:
+        """``policy`` with this model and these simulations, not compiled yet."""
+        limits = {"num_simulations": self.simulations, "max_depth": self.max_depth}
+        search = functools.partial(policy, recurrent_fn=self.recurrent, **limits, **options)
+        return lambda params, key, root, mask: search(params, key, root, invalid_actions=mask)
 
 
 def renumbered(tree: mctx.Tree) -> mctx.Tree:

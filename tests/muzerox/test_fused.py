@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_models import Case, assert_same_trees, differing, gap_where_they_part, renumbered
 
+from muzerox.compilation import ONCE
 from muzerox.search import fused, selection
 
 MIX, MIN_MAX, SIBLINGS = (
@@ -50,6 +51,17 @@ PUCT = [
 ]
 
 
+_BY_MCTX: dict[str, mctx.PolicyOutput] = {}
+
+
+def by_mctx(policy: str, case: Case, options: dict[str, Any]) -> mctx.PolicyOutput:
+    """What mctx answers in float64, compiled once for all tests that ask."""
+    problem = f"{policy} {case} {options}"
+    if problem not in _BY_MCTX:
+        _BY_MCTX[problem] = case.run(getattr(mctx, policy), jnp.float64, **options)
+    return _BY_MCTX[problem]
+
+
 @pytest.mark.parametrize(
     ("policy", "case", "options"),
     [*(("gumbel_muzero_policy", *problem) for problem in GUMBEL), *(("muzero_policy", *problem) for problem in PUCT)],
@@ -59,7 +71,7 @@ def test_the_trees_are_those_of_mctx(policy: str, case: Case, options: dict[str,
     alone = {"side_by_side": False} if policy == "gumbel_muzero_policy" else {}
     with jax.enable_x64(True):
         ours = case.run(getattr(fused, policy), jnp.float64, **options, **alone)
-        theirs = case.run(getattr(mctx, policy), jnp.float64, **options)
+        theirs = by_mctx(policy, case, options)
         assert (ours.action == theirs.action).all()
         assert jnp.allclose(ours.action_weights, theirs.action_weights, rtol=1e-9)
         assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-9)
@@ -79,7 +91,7 @@ SIDE_BY_SIDE = [
 def test_the_trees_of_simulations_side_by_side_are_those_of_mctx_but_for_numbers(case: Case, options: dict[str, Any]) -> None:
     with jax.enable_x64(True):
         ours = case.run(fused.gumbel_muzero_policy, jnp.float64, **options, side_by_side=True)
-        theirs = case.run(mctx.gumbel_muzero_policy, jnp.float64, **options)
+        theirs = by_mctx("gumbel_muzero_policy", case, options)
         assert (ours.action == theirs.action).all()
         assert jnp.allclose(ours.action_weights, theirs.action_weights, rtol=1e-9)
         assert_same_trees(renumbered(ours.search_tree), renumbered(theirs.search_tree), rtol=1e-9)
@@ -122,7 +134,8 @@ def test_the_network_is_asked_once_a_round() -> None:
                 sizes.add(len(action))
                 return super().recurrent(params, key, action, hidden)
 
-        Counted(**dataclasses.asdict(case)).run(fused.gumbel_muzero_policy, **options)
+        counted = Counted(**dataclasses.asdict(case))
+        jax.eval_shape(counted.search(fused.gumbel_muzero_policy, **options), *counted.arguments())
         return sizes
 
     assert asked(Case(batch=8, actions=2)) == {16}
@@ -204,7 +217,8 @@ def stochastic(module: Any, *, batch: int, simulations: int, masked: bool) -> mc
     run = jax.jit(
         lambda params, root: module.stochastic_muzero_policy(
             params, jax.random.key(2), root, decision, chance, simulations, invalid_actions=invalid
-        )
+        ),
+        compiler_options=ONCE,
     )
     return run(weights, root)
 

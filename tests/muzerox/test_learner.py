@@ -233,18 +233,20 @@ def test_reanalysis_replaces_the_policies_of_the_first_half() -> None:
 def test_target_network_and_priorities() -> None:
     """The target network is copied every ``target_period`` updates; drawn starts take the loss's value error."""
     stage = scene("counting, two players")
-    learner = init_learner(jax.random.key(0), stage.config, stage.algorithm)
-    update = jax.jit(make_update(stage.config, stage.env.spec, stage.algorithm))
+    config = stage.config
+    learner = jax.jit(lambda key: init_learner(key, config, stage.algorithm))(jax.random.key(0))
+    update = jax.jit(make_update(config, stage.env.spec, stage.algorithm))
     loss = jax.jit(stage.algorithm.loss)
+    sample = jax.jit(lambda key, ring: replay.sample(config.replay, key, ring, 16, config.sequence_length))
     ring, copied = stage.ring, learner.params
     for number in range(1, 8):
         key = jax.random.key(number)
-        start = replay.sample(stage.config.replay, jax.random.split(key)[0], ring, 16, stage.config.sequence_length)
+        start = sample(jax.random.split(key)[0], ring)
         before, old_ring = learner, ring
         learner, ring, metrics = update(key, learner, ring)
         assert int(learner.updates) == number
         assert not _equal(learner.params, before.params)
-        if number % stage.config.train.target_period == 0:
+        if number % config.train.target_period == 0:
             copied = learner.params
         assert _equal(learner.target_params, copied)
         assert np.isfinite(float(metrics["loss"]))

@@ -43,12 +43,12 @@ def test_convolution_by_matmul_is_the_convolution(height: int, width: int, dtype
     def reference(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    ours, theirs = conv_by_matmul(x, kernel), reference(*exact)
+    ours, theirs = jax.jit(conv_by_matmul)(x, kernel), jax.jit(reference)(*exact)
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     weight = jax.random.normal(key_weight, ours.shape)
-    got = jax.grad(lambda *a: jnp.sum(conv_by_matmul(*a) * weight), argnums=(0, 1))(x, kernel)
-    want = jax.grad(lambda *a: jnp.sum(reference(*a) * weight), argnums=(0, 1))(*exact)
+    got = jax.jit(jax.grad(lambda *a: jnp.sum(conv_by_matmul(*a) * weight), argnums=(0, 1)))(x, kernel)
+    want = jax.jit(jax.grad(lambda *a: jnp.sum(reference(*a) * weight), argnums=(0, 1)))(*exact)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == dtype
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=1e-4, atol=1e-5 + 2 * rounding * np.abs(b).max())
@@ -97,7 +97,7 @@ def test_large_images_become_small_hidden_states_and_bytes_fractions() -> None:
     scaled = jax.jit(model.represent)(params, pixels.astype(np.float32) / 255)
     np.testing.assert_allclose(state, scaled, rtol=1e-5, atol=1e-6)
     assert np.abs(np.asarray(state[0]) - np.asarray(state[1])).max() > 1e-3
-    assert model.dynamics(params, state, jnp.zeros(B, jnp.int32))[0].shape == state.shape
+    assert jax.jit(model.dynamics)(params, state, jnp.zeros(B, jnp.int32))[0].shape == state.shape
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,13 @@ def test_hidden_states_are_scaled_and_actions_matter(shape: tuple[int, ...]) -> 
     params = jax.jit(model.init)(jax.random.key(0))
     observation = 10 * jax.random.normal(jax.random.key(1), (B, *shape))
 
-    def heads_are_zero(params: dict) -> bool:
-        policy, value = model.predict(params, model.represent(params, observation))
-        return not np.asarray(policy).any() and not np.asarray(value).any()
-
-    assert heads_are_zero(params)  # the first searches see a uniform policy and a value of 0
+    policy, value = jax.jit(lambda params: model.predict(params, model.represent(params, observation)))(params)
+    assert not np.asarray(policy).any(), "the first searches see a uniform policy"
+    assert not np.asarray(value).any(), "and a value of 0"
     params = random_params(jax.random.key(2), params)
     state = jax.jit(model.represent)(params, observation)
-    after = [jax.jit(model.dynamics)(params, state, jnp.full(B, action))[0] for action in range(ACTIONS)]
+    dynamics = jax.jit(model.dynamics)
+    after = [dynamics(params, state, jnp.full(B, action))[0] for action in range(ACTIONS)]
     for hidden in (state, *after):
         flat = np.asarray(hidden).reshape(B, -1)
         np.testing.assert_allclose(flat.min(1), 0.0, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -70,15 +71,14 @@ def test_the_default_engine_is_the_one_measured_faster() -> None:
     assert (default_engine("cpu"), default_engine("gpu"), default_engine("tpu")) == ("fused", "mctx", "mctx")
 
 
-@pytest.mark.parametrize("engine", ["auto", *ENGINES])
 @pytest.mark.parametrize(
     ("name", "spec", "explore"),
     [("gumbel", GAME, True), ("gumbel", VECTOR, False), ("muzero", VECTOR, True), ("muzero", GAME, False)],
     ids=["gumbel", "gumbel greedy", "muzero", "muzero greedy"],
 )
-def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool, engine: str) -> None:
+def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool) -> None:
     changes = {"search__max_depth": 4, "search__max_considered_actions": 3, "search__gumbel_scale": 0.7}
-    config, algorithm, params, observation, legal = _setup(spec, search__algorithm=name, search__engine=engine, **changes)
+    config, _, params, observation, legal = _setup(spec, search__algorithm=name, **changes)
     search = config.search
 
     @jax.jit
@@ -104,10 +104,13 @@ def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool, engi
         noise = {"dirichlet_fraction": 0.25, "temperature": 1.0} if explore else {"dirichlet_fraction": 0.0, "temperature": 0.0}
         return mctx.muzero_policy(params, key, root, recurrent, N, invalid, max_depth=4, dirichlet_alpha=0.3, **noise)
 
-    act = jax.jit(algorithm.act, static_argnums=4)
-    for seed in range(3):
-        ours, theirs = act(jax.random.key(seed), params, observation, legal, explore), direct(jax.random.key(seed))
-        np.testing.assert_array_equal(ours.action, theirs.action)
+    acts = {}
+    for engine in ENGINES:
+        algorithm = make_algorithm(config.replace("search.engine", engine), spec)
+        acts[engine] = jax.jit(algorithm.act, static_argnums=4)
+    for engine, seed in itertools.product(ENGINES, range(3)):
+        ours, theirs = acts[engine](jax.random.key(seed), params, observation, legal, explore), direct(jax.random.key(seed))
+        np.testing.assert_array_equal(ours.action, theirs.action, err_msg=engine)
         np.testing.assert_allclose(ours.policy, theirs.action_weights, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(ours.value, theirs.search_tree.summary().value, rtol=1e-4, atol=1e-5)
         assert (ours.action.dtype, ours.policy.dtype, ours.value.dtype) == (jnp.int32, jnp.float32, jnp.float32)
@@ -224,12 +227,13 @@ def test_a_split_search_is_the_searches_of_its_parts() -> None:
     params = random_params(jax.random.key(1), whole.init(jax.random.key(0)))
     observation = jax.random.normal(jax.random.key(2), (8, 4))
     keys = jax.random.split(jax.random.key(3), 2)
-    parts = [whole.act(key, params, part, None, True) for key, part in zip(keys, jnp.split(observation, 2), strict=True)]
+    act, act_split = (jax.jit(algorithm.act, static_argnums=4) for algorithm in (whole, split))
+    parts = [act(key, params, part, None, True) for key, part in zip(keys, jnp.split(observation, 2), strict=True)]
     expected = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    found = split.act(jax.random.key(3), params, observation, None, True)
+    found = act_split(jax.random.key(3), params, observation, None, True)
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
-    odd = split.act(jax.random.key(3), params, observation[:7], None, True)  # parts do not divide it: searched whole
-    chex.assert_trees_all_close(odd, whole.act(jax.random.key(3), params, observation[:7], None, True))
+    odd = act_split(jax.random.key(3), params, observation[:7], None, True)  # parts do not divide it: searched whole
+    chex.assert_trees_all_close(odd, act(jax.random.key(3), params, observation[:7], None, True))
 
 
 class _TicTacToe:
@@ -237,12 +241,12 @@ class _TicTacToe:
 
     def __init__(self) -> None:
         self.env = make_env("pgx:tic_tac_toe")
-        self.step = jax.vmap(self.env.step, in_axes=(None, 0, 0))
+        self.play, self.step = jax.jit(self.env.step), jax.vmap(self.env.step, in_axes=(None, 0, 0))
 
     def position(self, moves: list[int]) -> tuple[Any, Any]:
-        state, timestep = self.env.reset(jax.random.key(0))
+        state, timestep = jax.jit(self.env.reset)(jax.random.key(0))
         for move in moves:
-            state, timestep = self.env.step(jax.random.key(0), state, jnp.int32(move))
+            state, timestep = self.play(jax.random.key(0), state, jnp.int32(move))
         return state, timestep
 
     def recurrent(self, params: Any, key: jax.Array, action: jax.Array, state: Any) -> tuple:

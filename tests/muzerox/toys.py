@@ -81,6 +81,7 @@ def counting_env(num_players: int = 1) -> Environment:
     return Environment(spec, reset, step)
 
 
+@jax.jit  # an operation for each leaf would be a program each
 def random_params(key: jax.Array, params: Params) -> Params:
     """``params`` moved at random: fresh heads are zero, and a value of 0 everywhere would hide mistakes."""
     leaves, tree = jax.tree.flatten(params)

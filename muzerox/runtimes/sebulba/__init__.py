@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from muzerox.compilation import ONCE
 from muzerox.config import Config
 from muzerox.envs.host import in_process, on_host
 from muzerox.learner import LearnerState, init_learner
@@ -78,6 +79,7 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     running: list[Pipeline] = []
     interrupted = False
 
+    @functools.partial(jax.jit, compiler_options=ONCE)  # each operation by itself would be a program, compiled at every start
     def init(key: jax.Array) -> RunState:
         key_params, key_run = jax.random.split(key)
         return RunState(
@@ -119,6 +121,7 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
         state = state.replace(learner=learner, replay=None, steps=jnp.int32(report.env_steps))
         return state, report
 
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=ONCE)
     def prefill(state: RunState) -> RunState:
         assert state.replay is not None
         rows = math.ceil(pace.first / (config.runtime.num_envs * config.selfplay_workers))
