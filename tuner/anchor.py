@@ -23,8 +23,7 @@ class Anchor:
     def __init__(self, *, hardware: Hardware, say: Callable[[str], None]):
         self._hardware, self._say = hardware, say
         self._timing: Timing | None = None
-        self._then: float | None = None  # seconds an environment step, as of which others are told
-        self._of_use = True  # until it has been measured or seen to be of none
+        self._reference: Reference | None = None  # the same process while it is of use to others
 
     def __enter__(self) -> Anchor:
         return self
@@ -34,7 +33,7 @@ class Anchor:
 
     def close(self) -> None:
         """Ends the process; it may have ended before."""
-        self._of_use = False
+        self._reference = None
         if self._timing is not None:
             self._timing.worker.stop()
 
@@ -52,15 +51,12 @@ class Anchor:
 
         Where another process measured the start, ``config``, as ``known``, one is started, and what follows is told as of then.
         """
-        if self._timing is None and self._of_use and self._suits(config, known):
+        if self._timing is None and self._suits(config, known):
             self._keep(self._start(config, timeout), known)
-        if self._timing is None or self._then is None or not self._of_use:
-            return None
-        if self._timing.failure is not None:
-            self._say(f"the start's process has ended ({self._timing.failure}): nothing is measured beside it any more")
+        if self._reference is not None and (failure := self._reference.timing.failure) is not None:
+            self._say(f"the start's process has ended ({failure}): nothing is measured beside it any more")
             self.close()
-            return None
-        return Reference(self._timing, self._then)
+        return self._reference
 
     def _start(self, config: Config, timeout: float) -> Timing:
         self._timing = Timing(config, hardware=self._hardware, timeout=timeout)
@@ -76,7 +72,8 @@ class Anchor:
 
     def _keep(self, timing: Timing, known: Measurement) -> None:
         shortest = timing.ready.get("warmup_seconds", math.inf)  # of its bursts: a cycle of acting and learning
-        if self._suits(timing.config, known) and timing.failure is None and shortest <= _LONGEST_BURST:
-            self._then = known.seconds_per_env_step
+        then = known.seconds_per_env_step
+        if then is not None and self._suits(timing.config, known) and timing.failure is None and shortest <= _LONGEST_BURST:
+            self._reference = Reference(timing, then)
         else:
             self.close()

@@ -105,10 +105,11 @@ def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool) -> N
         return mctx.muzero_policy(params, key, root, recurrent, N, invalid, max_depth=4, dirichlet_alpha=0.3, **noise)
 
     acts = {}
-    for engine in ENGINES:
+    engines = ("auto", *ENGINES)
+    for engine in engines:
         algorithm = make_algorithm(config.replace("search.engine", engine), spec)
         acts[engine] = jax.jit(algorithm.act, static_argnums=4)
-    for engine, seed in itertools.product(ENGINES, range(3)):
+    for engine, seed in itertools.product(engines, range(3)):
         ours, theirs = acts[engine](jax.random.key(seed), params, observation, legal, explore), direct(jax.random.key(seed))
         np.testing.assert_array_equal(ours.action, theirs.action, err_msg=engine)
         np.testing.assert_allclose(ours.policy, theirs.action_weights, rtol=1e-4, atol=1e-6)
