@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import sys
 import time
 from pathlib import Path
@@ -17,24 +16,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from predictor import Hardware, Measurement, Outcome, RuntimePredictor
-from tuner import balance, comparison, corrections, resources
+from predictor import Measurement, Outcome, RuntimePredictor
+from tuner import corrections, resources
 from tuner.anchor import Anchor
 from tuner.bridge import Config, UserError, allocation_checked, concrete, enable_cache, get, no_energy
-from tuner.comparison import MIN_GAIN
+from tuner.ending import Ending
 from tuner.fingerprint import fingerprint
 from tuner.goal import Goal
 from tuner.history import HISTORY, Trial, TuneDir, shared_measurements, shared_store
-from tuner.html_report import write_report
 from tuner.levels import Levels
 from tuner.live import Progress
-from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, paired_ratio
+from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import COLDEST, NOTHING, Proposer, role_of, temperature_of
-from tuner.report import draw_history
 from tuner.result import TuneResult, parse_budget
-from tuner.space import Space
+from tuner.task import Task
 from tuner.workload import describe
 
 HOPELESS = 3.0  # times the seconds of the best: a trial that is slower is not timed to the end
@@ -90,11 +87,20 @@ def tune(
             )
         folder.create(start)
         progress.enter(folder.lock())
-        space = space_around(start, effect, hardware.platform, goal.max_cores)
-        an_update = staleness_price / start.train.target_period
-        tuning = _Tuning(start, space, hardware, folder, seconds, seed, progress, an_update, goal)
-        tuning.began, tuning.max_trials, tuning.burst = began, max_trials or tuning.max_trials, burst
-        return tuning.run()
+        task = Task(
+            start=start,
+            space=space_around(start, effect, hardware.platform, goal.max_cores),
+            hardware=hardware,
+            folder=folder,
+            progress=progress,
+            budget=seconds,
+            max_trials=max_trials or sys.maxsize,
+            burst=burst,
+            goal=goal,
+            staleness_price=staleness_price,
+            seed=seed,
+        )
+        return _Tuning(task, began).run()
 
 
 def _on_cpu() -> Any:
@@ -106,35 +112,25 @@ def _on_cpu() -> Any:
 
 
 class _Tuning:
-    """One process's share of a tuning."""
+    """One process's share of a tuning, whose task's other processes may have left trials."""
 
-    def __init__(
-        self,
-        start: Config,
-        space: Space,
-        hardware: Hardware,
-        folder: TuneDir,
-        budget: float,
-        seed: int,
-        progress: Progress,
-        staleness_price: float,
-        goal: Goal,
-    ):
-        self.start, self.space, self.hardware, self.folder, self.progress = start, space, hardware, folder, progress
-        self.budget = budget
+    def __init__(self, task: Task, began: float):
+        """``began`` is when this process began with it, of ``time.monotonic``."""
+        self.task, self.space, self.hardware, self.progress = task, task.space, task.hardware, task.progress
+        start, folder, most_cores = task.start, task.folder, task.goal.max_cores
         self.trials = folder.trials()
-        self.spent_before = self.trials[-1].elapsed if self.trials else 0.0
-        self.began, self.max_trials, self.burst = time.monotonic(), sys.maxsize, BURST_SECONDS
-        self.store = shared_store(hardware.id)
+        self._began, self._spent_before = began, self.trials[-1].elapsed if self.trials else 0.0
+        self.store = shared_store(self.hardware.id)
         seen = [trial.measurement for trial in self.trials]
-        elsewhere = [m for m in shared_measurements(hardware.id, progress.say)[-HISTORY:] if m not in seen]
-        self.most, self.state = corrections.begin(start, self.trials, hardware, goal.max_cores)
+        elsewhere = [m for m in shared_measurements(self.hardware.id, self.progress.say)[-HISTORY:] if m not in seen]
+        self.most, self.state = corrections.begin(start, self.trials, self.hardware, most_cores)
         # By other machines, then by other work on this one; a tuning's own runs are what is learnt again and again.
         taught = RuntimePredictor.pretrained().fit(elsewhere)
-        self.proposer = Proposer(space, hardware, taught, jax.random.key(seed), staleness_price, goal)
-        self.levels = Levels(start, hardware, folder, progress.say)
-        self.goal = goal
-        self.anchor = progress.enter(Anchor(hardware=hardware, say=progress.say))
+        an_update = task.staleness_price / start.train.target_period
+        self.proposer = Proposer(self.space, self.hardware, taught, jax.random.key(task.seed), an_update, task.goal)
+        self.levels = Levels(start, self.hardware, folder, self.progress.say)
+        self.ending = Ending(task, self.proposer, self.levels, self.most, self.elapsed)
+        self.anchor = self.progress.enter(Anchor(hardware=self.hardware, say=self.progress.say))
 
     @property
     def predictor(self) -> RuntimePredictor:
@@ -143,15 +139,14 @@ class _Tuning:
 
     # Time ------------------------------------------------------------------------------------------------------------
 
-    @property
     def elapsed(self) -> float:
         """Seconds spent on this tuning by all processes."""
-        return self.spent_before + time.monotonic() - self.began
+        return self._spent_before + time.monotonic() - self._began
 
     def _next_fits(self) -> bool:
         walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
-        comparing = comparison.reserved([self.trials[0], *self._finalists()], self.burst, self.budget)
-        return len(walls) < self.max_trials and self.elapsed + 1.2 * float(np.median(walls)) + comparing < self.budget
+        needed = 1.2 * float(np.median(walls)) + self.ending.reserved(self.trials)
+        return len(walls) < self.task.max_trials and self.elapsed() + needed < self.task.budget
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ class _Tuning:
             if not self.trials:
                 self._baseline()
             else:
-                self.progress.say(f"continuing after {len(self.trials)} trials and {self.spent_before:.0f} s")
+                self.progress.say(f"continuing after {len(self.trials)} trials and {self._spent_before:.0f} s")
                 self.progress.resume(self.trials)
             self._require_baseline()
             self._learn()
@@ -169,45 +164,43 @@ class _Tuning:
             before = len(self.trials)
             while self._next_fits() and self._round(number):
                 number += 1
-            told = self.folder.result()
-            if told is not None and len(self.trials) == before:
-                self.progress.say(f"{self.folder.path} has already spent its budget; go on with a larger one")
-                told["out"] = str(self.folder.path)  # it may have been moved since
-                result = TuneResult.from_dict(told, start=self.start, hardware=self.hardware, history=self.trials)
-                if not self.folder.report_file.exists():  # it was killed before it was written
-                    write_report(self.folder.report_file, result, self.predictor, self.space)
-                return result
-            return self._compare()
+            if len(self.trials) == before and (told := self.ending.told(self.trials)) is not None:
+                self.progress.say(f"{self.task.folder.path} has already spent its budget; go on with a larger one")
+                return told
+            self.anchor.close()
+            return self.ending.compare(self.trials)
         except KeyboardInterrupt:
             if not self.trials or self.trials[0].seconds is None:
                 raise
-            return self._result(self._best(), None, None, finished=False)
+            return self.ending.interrupted(self.trials)
 
     def _baseline(self) -> None:
         self.progress.say("measuring the initial configuration")
         # It has the whole machine: nothing is known of it yet.
-        use = resources.use_of(self.predictor.predict(describe(self.start), self.hardware))
-        self._measure(self.start, use, "baseline", temperature=1.0)
+        use = resources.use_of(self.predictor.predict(describe(self.task.start), self.hardware))
+        self._measure(self.task.start, use, "baseline", temperature=1.0)
 
     def _require_baseline(self) -> None:
         first = self.trials[0].measurement
         if first.outcome != Outcome.OK:
-            fits = corrections.would_run(self.start, first, self.predictor, self.hardware)
+            fits = corrections.would_run(self.task.start, first, self.predictor, self.hardware)
             raise UserError("configuration", None, f"the initial one does not run here: {first.outcome}: {first.error}", fits)
-        if self.goal.energy and first.joules_per_env_step is None:
-            raise UserError("objective", self.goal.name, "its energy was not measured", "cost")
+        if self.task.goal.energy and first.joules_per_env_step is None:
+            raise UserError("objective", self.task.goal.name, "its energy was not measured", "cost")
 
     def _learn(self) -> None:
         """The predictor, by this tuning's own runs beside what it knew."""
         self.proposer.learn([(self.space.encode(trial.changes), trial.measurement) for trial in self.trials])
-        for level in self.levels.newly_refused(self.trials, self._value):
+        for level in self.levels.newly_refused(self.trials, self.ending.value):
             self.proposer.cover(every_point_with(self.space, "precision.level", level))
 
     def _round(self, number: int) -> bool:
         """Proposes, allocates, measures, balances, learns. False when nothing is left, or no gain expected of what is."""
         temperature = temperature_of(number)
         if number % corrections.EVERY == 0:
-            config, use, last = corrections.rebalanced(self.trials, self._best(), self.predictor, self.hardware, self.most)
+            config, use, last = corrections.rebalanced(
+                self.trials, self.ending.best(self.trials), self.predictor, self.hardware, self.most
+            )
             if self._fresh(config):
                 self._measure(config, use, corrections.ROLE, temperature=temperature, beside=last)
                 self._learn()
@@ -217,7 +210,7 @@ class _Tuning:
             if cold and self.proposer.expected_gain(point) < NOTHING:
                 self.progress.say("no further trial is expected to gain anything")
                 return False
-            config, use = self._allocate(self.start.replace(self.space.decode(point)), temperature)
+            config, use = self._allocate(self.task.start.replace(self.space.decode(point)), temperature)
             if self._fresh(config):
                 self._measure(config, use, role_of(number), temperature=temperature)
                 self._learn()
@@ -228,11 +221,7 @@ class _Tuning:
     def _fresh(self, config: Config) -> bool:
         """Nothing was measured yet with its program and its cores."""
         changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
-        return self._program(changes) not in map(self._program, (trial.changes for trial in self.trials))
-
-    def _program(self, changes: dict[str, Any]) -> tuple[Any, ...]:
-        """What of a point needs a process of its own: all but the knobs that are arguments of the compiled program."""
-        return tuple(changes[knob.path] for knob in self.space.knobs if knob.cost != "live")
+        return self.space.program(changes) not in {self.space.program(trial.changes) for trial in self.trials}
 
     def _measure(
         self,
@@ -251,11 +240,11 @@ class _Tuning:
         number = len(self.trials)
         first = self.trials[0] if self.trials else None
         expected = self.predictor.predict(describe(config), self.hardware)
-        self.progress.trial(number, role, self._describe_changes(changes), expected.seconds_per_env_step, self.elapsed)
+        self.progress.trial(number, role, self._describe_changes(changes), expected.seconds_per_env_step, self.elapsed())
         before = time.monotonic()
         # The first may have found its programs in the cache, and a core may be all that another compiles with.
         timeout = max(30.0, 3.0 * (first.measurement.wall_seconds if first else 60.0), 5.0 * expected.compile_seconds)
-        hardware, seconds, counts = self.hardware, self.burst, self.proposer.further_loop_counts(self.space.encode(changes))
+        hardware, seconds, counts = self.hardware, self.task.burst, self.proposer.further_loop_counts(self.space.encode(changes))
         if beside is not None:
             measurements = [measure_beside(config, *beside, hardware=hardware, seconds=seconds, timeout=timeout)]
         elif first is None:
@@ -287,11 +276,11 @@ class _Tuning:
                 predicted=full,
                 predicted_use=tuple(float(x) for x in use),
                 temperature=temperature,
-                elapsed=self.elapsed,
-                balance=self._balance(looped, measurement),
+                elapsed=self.elapsed(),
+                balance=resources.balance_of_run(looped, measurement, self.hardware),
                 predicted_interval=interval,
             )
-            self.folder.append(trial)
+            self.task.folder.append(trial)
             self.store.append(trial.measurement.to_dict())
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
@@ -316,88 +305,6 @@ class _Tuning:
         self.state, given = resources.next_allocation(self.state, needs, temperature, self.hardware, most, worth)
         return resources.with_allocation(config, given, self.hardware, self.space.options("allocation.cores")), use
 
-    # The end ---------------------------------------------------------------------------------------------------------
-
-    def _best(self) -> Trial:
-        first, trusted = self.trials[0], self.levels.trusted(self.trials)
-        best = min(trusted, key=lambda trial: self.proposer.cost(trial.measurement))
-        return best if self._value(first) / self._value(best) >= MIN_GAIN else first
-
-    def _value(self, trial: Trial) -> float:
-        """Seconds an environment step as they count."""
-        return (trial.seconds or math.inf) * self.proposer.rent(trial.measurement)
-
-    def _finalists(self) -> list[Trial]:
-        trusted = self.levels.trusted(self.trials)
-        return comparison.finalists(trusted, lambda trial: self._program(trial.changes), self.proposer.cost)
-
-    def _compare(self) -> TuneResult:
-        """The best trials against the start, which wins unless it is clearly beaten."""
-        finalists = self._finalists()
-        if not finalists:
-            alone = self.trials[0].measurement
-            self.progress.say("nothing ran beside the start; a larger budget may find more")
-            return self._result(self.trials[0], alone, alone, finished=True)
-        measured = [self.trials[0], *finalists]
-        left = self.budget - self.elapsed
-        rivals, fewest = comparison.plan(measured, self.burst, self.budget, left)
-        self.anchor.close()
-        self.progress.say(f"comparing the best {rivals} with the start in alternation, at least {fewest} rounds")
-        # The start as it was measured: with every core and all the memory it asked for.
-        start, *others = (Config.from_dict(trial.config) for trial in measured[: 1 + rivals])
-        found = comparison.compare(
-            start,
-            others,
-            hardware=self.hardware,
-            fewest=fewest,
-            left=left,
-            seconds=self.burst,
-            price=self.proposer.price,
-            rent=self.proposer.rent,
-        )
-        if found is None:
-            return self._result(self._best(), None, None, finished=False)
-        best = self.trials[0] if found.chosen is None else finalists[found.chosen]
-        return self._result(best, found.base, found.ours, finished=True)
-
-    def _balance(self, config: Config, measurement: Measurement) -> float | None:
-        """The balance factor of a run; None where it failed."""
-        ran = measurement.outcome == Outcome.OK
-        return resources.balance_of(config, resources.need_of(config, measurement, self.hardware), self.hardware) if ran else None
-
-    def _result(self, best: Trial, base: Measurement | None, ours: Measurement | None, *, finished: bool) -> TuneResult:
-        chosen = Config.from_dict(best.config)
-        config = corrections.for_training(chosen, ours or best.measurement, self.predictor, self.hardware, self.most)
-        factor = self._balance(config, ours or best.measurement)
-        speedup = gain = None
-        if base is not None and ours is not None:
-            speedup = 1.0 if ours is base else paired_ratio(ours, base)
-            gain = speedup * self.proposer.rent(base) / self.proposer.rent(ours)
-        result = TuneResult(
-            out=str(self.folder.path),
-            finished=finished,
-            start=self.start,
-            config=config,
-            speedup=speedup,
-            objective=self.goal.name,
-            gain=gain,
-            start_measurement=base,
-            measurement=ours,
-            predicted=self.predictor.predict(describe(config), self.hardware).to_dict(),
-            balance=factor,
-            verdict=str(balance.verdict(factor)) if factor is not None else None,
-            seconds=self.elapsed,
-            hardware=self.hardware,
-            history=tuple(self.trials),
-            drifts=self.levels.drifts,
-        )
-        self.folder.save_tuned(config)
-        if finished:
-            self.folder.save_result(result.to_dict())
-        draw_history(self.folder.plot_file, self.trials, result.config.env)
-        write_report(self.folder.report_file, result, self.predictor, self.space)
-        return result
-
     def _describe_changes(self, changes: dict[str, Any]) -> str:
-        moved = [f"{path.rpartition('.')[2]}={value}" for path, value in changes.items() if value != get(self.start, path)]
+        moved = [f"{path.rpartition('.')[2]}={value}" for path, value in changes.items() if value != get(self.task.start, path)]
         return " ".join(moved) or "the start"

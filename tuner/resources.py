@@ -139,3 +139,8 @@ def balance_of(config: Config, use: np.ndarray, hardware: Hardware) -> float:
     """B of one run: its allocation over its demand by measured use [R]."""
     wanted = allocate.demand(use, np.ones(len(allocate.RESOURCES), np.float32), 0.0)
     return float(balance.balance_factor(allocation_of(config, hardware), wanted))
+
+
+def balance_of_run(config: Config, measured: Measurement, hardware: Hardware) -> float | None:
+    """B of one run by what it needed; None where it failed."""
+    return balance_of(config, need_of(config, measured, hardware), hardware) if measured.outcome == Outcome.OK else None

@@ -246,6 +246,10 @@ class Space:
         """The point of a configuration given by path. Raises ValueError when it is not on the grid."""
         return tuple(options.index(values[knob.path]) for knob, options in zip(self.knobs, self.choices, strict=True))
 
+    def program(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What of a configuration given by path needs a process of its own: all but arguments of the compiled program."""
+        return tuple(values[knob.path] for knob in self.knobs if knob.cost != "live")
+
     def tables(self) -> Tables:
         """What each choice sets in a Workload, as arrays to be passed to jit."""
         rows = []

@@ -135,7 +135,9 @@ def test_a_learner_that_waits_while_all_cores_are_busy_is_starved(machine: Hardw
         return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, **figures)
 
     def factor(measured: Measurement) -> float:
-        return resources.balance_of(config, resources.need_of(config, measured, machine), machine)
+        found = resources.balance_of_run(config, measured, machine)
+        assert found is not None
+        return found
 
     fed, hungry, idle = ran(1.9, 0.0), ran(1.9, 0.6), ran(1.2, 0.6)
     np.testing.assert_allclose(resources.need_of(config, fed, machine), resources.use_of(fed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -18,7 +19,6 @@ from tuner import loop
 from tuner.bridge import load_config
 from tuner.comparison import MIN_GAIN
 from tuner.corrections import EVERY, ROLE
-from tuner.goal import Goal
 from tuner.history import TuneDir
 from tuner.live import Progress
 from tuner.loop import _Tuning
@@ -28,6 +28,7 @@ from tuner.proposer import COLDEST, role_of, temperature_of
 from tuner.report import median_errors
 from tuner.residual import make_residual
 from tuner.result import parse_budget
+from tuner.task import Task
 from tuner.workload import describe
 
 TINY = {
@@ -49,6 +50,15 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuner.TuneResult:
     config = Config.preset("gymnax:CartPole-v1").replace(TINY)
     out = tmp_path_factory.mktemp("tuning") / "t"
     return tuner.tune(config, budget="10m", max_trials=2, out=out, burst=0.05, quiet=True)
+
+
+def resumed(tuned: tuner.TuneResult, folder: TuneDir, progress: Progress) -> _Tuning:
+    """A tuning that goes on from what ``folder`` holds, with time left."""
+    space = space_around(tuned.start, "neutral", "cpu")
+    task = Task(
+        start=tuned.start, space=space, hardware=tuned.hardware, folder=folder, progress=progress, budget=600.0, burst=0.05
+    )
+    return _Tuning(task, time.monotonic())
 
 
 def test_it_measures_the_start_first_and_then_others(tuned: tuner.TuneResult) -> None:
@@ -162,10 +172,8 @@ def test_the_energy_is_the_predicted_time_and_a_small_price(tuned: tuner.TuneRes
 
 def test_a_correction_is_a_row_measured_beside_what_it_corrects(tuned: tuner.TuneResult, tmp_path: Path) -> None:
     copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
-    space = space_around(tuned.start, "neutral", "cpu")
     with Progress(600.0, quiet=True) as progress:
-        tuning = _Tuning(tuned.start, space, tuned.hardware, copy, 600.0, 0, progress, 0.0, Goal())
-        tuning.burst = 0.05
+        tuning = resumed(tuned, copy, progress)
         config = Config.from_dict(tuned.history[0].config)
         beside = config, tuned.history[0].measurement
         tuning._measure(config, np.array([1.0, 1e9, 0.0]), ROLE, temperature=0.1, beside=beside)
@@ -181,13 +189,12 @@ def test_cold_rounds_go_on_while_a_gain_is_expected(
 ) -> None:
     """With what two trials taught there is much to be expected; what counts as nothing is moved instead."""
     cold = next(n for n in range(1, 100) if temperature_of(n) == COLDEST and role_of(n) == "annealed" and n % EVERY)
-    space, rows = space_around(tuned.start, "neutral", "cpu"), []
+    rows = []
     for name, nothing in (("worthless", np.inf), ("worthwhile", 0.0)):
         copy = TuneDir(shutil.copytree(tuned.out, tmp_path / name))
         monkeypatch.setattr(loop, "NOTHING", nothing)
         with Progress(600.0, quiet=False) as progress:
-            tuning = _Tuning(tuned.start, space, tuned.hardware, copy, 600.0, 0, progress, 0.0, Goal())
-            tuning.burst = 0.05
+            tuning = resumed(tuned, copy, progress)
             tuning._learn()
             went_on = tuning._round(cold)
         rows.append(len(copy.trials()) - len(tuned.history))

@@ -1,0 +1,135 @@
+"""What a tuning ends with: the best of its trials, compared with the start, and the files that tell of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from predictor import Measurement
+from tuner import balance, comparison, corrections, resources
+from tuner.bridge import Config
+from tuner.comparison import MIN_GAIN
+from tuner.history import Trial
+from tuner.html_report import write_report
+from tuner.levels import Levels
+from tuner.measure import paired_ratio
+from tuner.proposer import Proposer
+from tuner.report import draw_history
+from tuner.result import TuneResult
+from tuner.task import Task
+from tuner.workload import describe
+
+
+class Ending:
+    """Ends a tuning.
+
+    Args:
+      most: [R], what a training can be given, as :func:`tuner.corrections.begin` tells.
+      elapsed: tells the seconds spent on the tuning so far.
+    """
+
+    def __init__(self, task: Task, proposer: Proposer, levels: Levels, most: np.ndarray, elapsed: Callable[[], float]):
+        self._task, self._proposer, self._levels, self._most, self._elapsed = task, proposer, levels, most, elapsed
+
+    def value(self, trial: Trial) -> float:
+        """Seconds an environment step as they count; infinite where it failed."""
+        return (trial.seconds or math.inf) * self._proposer.rent(trial.measurement)
+
+    def best(self, trials: Sequence[Trial]) -> Trial:
+        """The best of those whose precision is trusted; the start, which is the first, where none is better by ``MIN_GAIN``."""
+        best = min(self._levels.trusted(trials), key=lambda trial: self._proposer.cost(trial.measurement))
+        return best if self.value(trials[0]) / self.value(best) >= MIN_GAIN else trials[0]
+
+    def reserved(self, trials: Sequence[Trial]) -> float:
+        """Seconds to keep for comparing the best of ``trials`` with the start."""
+        return comparison.reserved([trials[0], *self._finalists(trials)], self._task.burst, self._task.budget)
+
+    def _finalists(self, trials: Sequence[Trial]) -> list[Trial]:
+        trusted, space = self._levels.trusted(trials), self._task.space
+        return comparison.finalists(trusted, lambda trial: space.program(trial.changes), self._proposer.cost)
+
+    def compare(self, trials: Sequence[Trial]) -> TuneResult:
+        """The best trials against the start, which wins unless it is clearly beaten."""
+        task, start, finalists = self._task, trials[0], self._finalists(trials)
+        if not finalists:
+            task.progress.say("nothing ran beside the start; a larger budget may find more")
+            return self.result(trials, start, start.measurement, start.measurement, finished=True)
+        measured, left = [start, *finalists], task.budget - self._elapsed()
+        rivals, fewest = comparison.plan(measured, task.burst, task.budget, left)
+        task.progress.say(f"comparing the best {rivals} with the start in alternation, at least {fewest} rounds")
+        # The start as it was measured: with every core and all the memory it asked for.
+        configs = [Config.from_dict(trial.config) for trial in measured[: 1 + rivals]]
+        found = comparison.compare(
+            configs[0],
+            configs[1:],
+            hardware=task.hardware,
+            fewest=fewest,
+            left=left,
+            seconds=task.burst,
+            price=self._proposer.price,
+            rent=self._proposer.rent,
+        )
+        if found is None:
+            return self.interrupted(trials)
+        best = start if found.chosen is None else finalists[found.chosen]
+        return self.result(trials, best, found.base, found.ours, finished=True)
+
+    def interrupted(self, trials: Sequence[Trial]) -> TuneResult:
+        """The best so far, which was not compared with the start."""
+        return self.result(trials, self.best(trials), None, None, finished=False)
+
+    def result(
+        self, trials: Sequence[Trial], best: Trial, base: Measurement | None, ours: Measurement | None, *, finished: bool
+    ) -> TuneResult:
+        """The outcome ``best``, written to the tuning's folder.
+
+        Args:
+          base: the start, and ``ours`` the best, as they were compared; None where they were not.
+          finished: the budget is spent, and the same command has nothing to go on with.
+        """
+        task, predictor = self._task, self._proposer.predictor
+        known = ours or best.measurement
+        config = corrections.for_training(Config.from_dict(best.config), known, predictor, task.hardware, self._most)
+        factor = resources.balance_of_run(config, known, task.hardware)
+        speedup = gain = None
+        if base is not None and ours is not None:
+            speedup = 1.0 if ours is base else paired_ratio(ours, base)
+            gain = speedup * self._proposer.rent(base) / self._proposer.rent(ours)
+        result = TuneResult(
+            out=str(task.folder.path),
+            finished=finished,
+            start=task.start,
+            config=config,
+            speedup=speedup,
+            objective=task.goal.name,
+            gain=gain,
+            start_measurement=base,
+            measurement=ours,
+            predicted=predictor.predict(describe(config), task.hardware).to_dict(),
+            balance=factor,
+            verdict=str(balance.verdict(factor)) if factor is not None else None,
+            seconds=self._elapsed(),
+            hardware=task.hardware,
+            history=tuple(trials),
+            drifts=self._levels.drifts,
+        )
+        task.folder.save_tuned(config)
+        if finished:
+            task.folder.save_result(result.to_dict())
+        draw_history(task.folder.plot_file, trials, result.config.env)
+        write_report(task.folder.report_file, result, predictor, task.space)
+        return result
+
+    def told(self, trials: Sequence[Trial]) -> TuneResult | None:
+        """How it ended already; None where it did not."""
+        task = self._task
+        told = task.folder.result()
+        if told is None:
+            return None
+        told["out"] = str(task.folder.path)  # it may have been moved since
+        result = TuneResult.from_dict(told, start=task.start, hardware=task.hardware, history=trials)
+        if not task.folder.report_file.exists():  # it was killed before it was written
+            write_report(task.folder.report_file, result, self._proposer.predictor, task.space)
+        return result
