@@ -126,6 +126,14 @@ class SearchConfig(Section):
     gumbel_scale: float = knob(1.0, "Gumbel: scale of the root noise while training", low=0.0, high=100.0)
     value_scale: float = knob(0.1, "Gumbel: scale of the completed Q values", above=0.0, high=1e4)
     maxvisit_init: float = knob(50.0, "Gumbel: visits added to the completed Q values' scale", unit="visits", low=0.0, high=1e6)
+    min_value_range: float = knob(
+        1e-8,
+        "a node's values are scaled to 0..1 by how far apart they are, or by this if they are closer: differences that the "
+        "network cannot tell do not decide then",
+        unit="return",
+        above=0.0,
+        high=1e9,
+    )
     pb_c_init: float = knob(1.25, "PUCT: exploration constant", low=0.0, high=1e4)
     pb_c_base: float = knob(19652.0, "PUCT: growth of the exploration constant", unit="visits", above=0.0, high=1e9)
     dirichlet_alpha: float = knob(0.3, "PUCT: concentration of the root noise", above=0.0, high=1e3)

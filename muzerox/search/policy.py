@@ -35,7 +35,10 @@ class Search(Protocol):
 def gumbel_search(config: SearchConfig, engine: Any = mctx) -> Search:
     """Gumbel MuZero: sequential halving at the root, deterministic interior selection, improved policy target."""
     qtransform = functools.partial(
-        mctx.qtransform_completed_by_mix_value, value_scale=config.value_scale, maxvisit_init=config.maxvisit_init
+        mctx.qtransform_completed_by_mix_value,
+        value_scale=config.value_scale,
+        maxvisit_init=config.maxvisit_init,
+        epsilon=config.min_value_range,
     )
 
     def search(
@@ -60,6 +63,7 @@ def gumbel_search(config: SearchConfig, engine: Any = mctx) -> Search:
 
 def muzero_search(config: SearchConfig, engine: Any = mctx) -> Search:
     """MuZero's PUCT with Dirichlet noise at the root and actions sampled from visit counts."""
+    qtransform = functools.partial(mctx.qtransform_by_parent_and_siblings, epsilon=config.min_value_range)
 
     def search(
         key: jax.Array, params: Any, root: mctx.RootFnOutput, recurrent_fn: Any, invalid: jax.Array | None, explore: bool
@@ -72,6 +76,7 @@ def muzero_search(config: SearchConfig, engine: Any = mctx) -> Search:
             config.num_simulations,
             invalid,
             max_depth=config.max_depth,
+            qtransform=qtransform,
             dirichlet_fraction=config.dirichlet_fraction if explore else 0.0,
             dirichlet_alpha=config.dirichlet_alpha,
             pb_c_init=config.pb_c_init,

@@ -37,7 +37,7 @@ GUMBEL = [
     (Case(batch=8, simulations=40, actions=3, max_depth=3, masked=True), {}),
     (Case(batch=8, simulations=12, actions=3, max_depth=1), {"max_num_considered_actions": 1}),
     (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, rescale_values=False)}),
-    (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, use_mixed_value=False, value_scale=1.0)}),
+    (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, use_mixed_value=False, epsilon=1.0)}),
     (Case(batch=8, simulations=30, actions=4), {"qtransform": SIBLINGS}),
 ]
 PUCT = [
@@ -48,6 +48,7 @@ PUCT = [
     (Case(batch=4, simulations=120, actions=5, discount=-0.99), {"pb_c_init": 2.0, "pb_c_base": 50}),
     (Case(batch=8, simulations=40, actions=3, max_depth=3, masked=True, noisy=True), {"temperature": 0.5}),
     (Case(batch=8, simulations=30, actions=4, spread=3.0), {"qtransform": MIN_MAX}),
+    (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(SIBLINGS, epsilon=1.0)}),
 ]
 
 

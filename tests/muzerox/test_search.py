@@ -27,6 +27,7 @@ from muzerox.search.policy import gumbel_search, muzero_search
 from muzerox.types import Algorithm, EnvSpec, Params
 
 B, N = 6, 8  # searches, simulations
+RANGE = 2.0  # of values, as far apart as those of some nodes and not of others
 VECTOR = EnvSpec(id="toy:vector", observation_shape=(4,), observation_dtype="float32", num_actions=3)
 GAME = EnvSpec(id="toy:game", observation_shape=(4,), observation_dtype="float32", num_actions=5, num_players=2, has_legal=True)
 
@@ -77,7 +78,12 @@ def test_the_default_engine_is_the_one_measured_faster() -> None:
     ids=["gumbel", "gumbel greedy", "muzero", "muzero greedy"],
 )
 def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool) -> None:
-    changes = {"search__max_depth": 4, "search__max_considered_actions": 3, "search__gumbel_scale": 0.7}
+    changes = {
+        "search__max_depth": 4,
+        "search__max_considered_actions": 3,
+        "search__gumbel_scale": 0.7,
+        "search__min_value_range": RANGE,
+    }
     config, _, params, observation, legal = _setup(spec, search__algorithm=name, **changes)
     search = config.search
 
@@ -87,7 +93,10 @@ def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool) -> N
         invalid = None if legal is None else jnp.where(legal, 0, 1)
         if name == "gumbel":
             scale = functools.partial(
-                mctx.qtransform_completed_by_mix_value, value_scale=search.value_scale, maxvisit_init=search.maxvisit_init
+                mctx.qtransform_completed_by_mix_value,
+                value_scale=search.value_scale,
+                maxvisit_init=search.maxvisit_init,
+                epsilon=RANGE,
             )
             return mctx.gumbel_muzero_policy(
                 params,
@@ -102,7 +111,10 @@ def test_targets_are_those_of_mctx(name: str, spec: EnvSpec, explore: bool) -> N
                 gumbel_scale=0.7 if explore else 0.0,
             )
         noise = {"dirichlet_fraction": 0.25, "temperature": 1.0} if explore else {"dirichlet_fraction": 0.0, "temperature": 0.0}
-        return mctx.muzero_policy(params, key, root, recurrent, N, invalid, max_depth=4, dirichlet_alpha=0.3, **noise)
+        scale = functools.partial(mctx.qtransform_by_parent_and_siblings, epsilon=RANGE)
+        return mctx.muzero_policy(
+            params, key, root, recurrent, N, invalid, max_depth=4, qtransform=scale, dirichlet_alpha=0.3, **noise
+        )
 
     acts = {}
     engines = ("auto", *ENGINES)
