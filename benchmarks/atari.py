@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from common import finish, make_parser, use_device
+from common import finish, make_console, make_parser, use_device
 
 CPU_SIZE = {
     "network.width": 32,
@@ -45,7 +45,6 @@ def main() -> None:
     args = parser.parse_args()
     use_device(args.device)
     import jax
-    from rich.console import Console
     from rich.table import Table
 
     from muzerox import Config
@@ -88,7 +87,7 @@ def main() -> None:
     )
     for name, value in rows.items():
         table.add_row(name, value)
-    Console(stderr=True, width=130).print(table)
+    make_console().print(table)
     finish(
         "atari",
         {

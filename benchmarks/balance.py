@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import finish, make_parser, use_device
-from rich.console import Console
+from common import finish, make_console, make_parser, use_device
 from rich.table import Table as Lines
 
 CORES, ACCELERATORS, MEMORY = 16, 4, 64.0 * 2**30
@@ -33,7 +32,7 @@ LONGER = 4  # times the simulator's events: what the best is called must not be 
 MEMORY_ERROR = 0.1  # of predicted memory, in logarithms
 PROCESS_BYTES = 1e9
 TURNS = (1 / 3, 1 / 3, 1 / 3)  # one accelerator for three roles
-console = Console(stderr=True)
+console = make_console()
 
 
 def divisions(accelerators: int) -> list[tuple[float, ...]]:

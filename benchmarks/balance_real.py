@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from common import make_console
 from rich.table import Table as Lines
 
 NEAR = 1.05
@@ -27,7 +27,7 @@ NARROW = {
 ROOMY = {"replay.capacity": 2_000_000}  # a replay that takes a tenth of a GiB and a copy of it
 RANDOM_ENVS = ("gymnax:CartPole-v1", "gymnasium:CartPole-v1", "pgx:tic_tac_toe")
 CAPACITIES = (2**13, 2**17, 2**20, 2**22)
-console = Console(stderr=True)
+console = make_console()
 
 
 class Laboratory:

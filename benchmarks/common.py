@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 DATA = Path(__file__).with_name("data")
 _HERE = Path(__file__).resolve().parent
 # A benchmark may have the name of the package it measures, and the folder of a script comes first: it comes last instead.
@@ -29,6 +31,11 @@ def use_device(device: str | None) -> None:
     """Chooses the platform for this process and its children; must run before jax is imported."""
     if device is not None:
         os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(device, device)
+
+
+def make_console() -> Console:
+    """Standard error; as wide as tables need where it is no terminal, for which rich would take 80 columns."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
 
 def machine() -> dict[str, Any]:

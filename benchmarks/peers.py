@@ -34,8 +34,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import finish, make_parser, use_device
-from rich.console import Console
+from common import finish, make_console, make_parser, use_device
 from rich.table import Table
 
 OURS = "muzerox"
@@ -52,7 +51,7 @@ ROWS = {
     "first_update_seconds": ("first update, s", ".0f"),
 }
 
-console = Console(stderr=True)
+console = make_console()
 
 
 def lacking(python: str | None, module: str) -> str | None:

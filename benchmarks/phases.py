@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import finish, make_parser, use_device
+from common import finish, make_console, make_parser, use_device
 
 
 class Setting(NamedTuple):
@@ -137,7 +137,6 @@ def main() -> None:
     place = str(Path(__file__).resolve().parent / "simulators")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
     sys.path.append(place)
-    from rich.console import Console
     from rich.table import Table
 
     from tuner.fingerprint import fingerprint
@@ -174,7 +173,7 @@ def main() -> None:
         verdicts = ", ".join(s["verdict"] for run in runs[f"{kind}, phases"] for s in run["switches"]) or "none"
         shown = (f"{medians[f'{kind}, {how}']:.1f}" for how in ("static", "phases"))
         table.add_row(kind, *shown, f"{ratios[kind]:.3f}", verdicts)
-    Console(stderr=True, width=120).print(table)
+    make_console().print(table)
     figures = {
         "settings": {kind: setting._asdict() for kind, setting in settings.items()},
         "rounds": args.rounds,

@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 from collected import Data, load
-from common import DATA, finish, make_parser, use_device
-from rich.console import Console
+from common import DATA, finish, make_console, make_parser, use_device
 from rich.progress import track
 from rich.table import Table as Lines
 
 SIZES = (16, 32, 64)
 HELD_OUT = 5  # one process in so many
-console = Console(stderr=True)
+console = make_console()
 
 
 def splits(data: Data, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from common import finish, make_parser, use_device
+from common import finish, make_console, make_parser, use_device
 
 KNOBS: dict[str, tuple[Any, ...]] = {
     "runtime.cpu_actors": (1, 2, 3, 4, 6),
@@ -119,7 +119,6 @@ def sweep(args: argparse.Namespace, knob: str) -> list[dict[str, Any]]:
 
 def show(knob: str, rows: list[dict[str, Any]]) -> None:
     """One table."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=knob)
@@ -129,7 +128,7 @@ def show(knob: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         figures = list(row.values())
         table.add_row(str(figures[0]), *(f"{x:,.0f}" if x >= 100 else f"{x:.2f}" for x in figures[1:]))
-    Console(stderr=True, width=160).print(table)
+    make_console().print(table)
 
 
 def main() -> None:

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import finish, make_parser, use_device
-from rich.console import Console
+from common import finish, make_console, make_parser, use_device
 from rich.table import Table
 
 ENVS = ("gymnax:CartPole-v1", "pgx:tic_tac_toe", "gymnasium:CartPole-v1", "gymnasium:Acrobot-v1")  # both runtimes
@@ -112,7 +111,7 @@ def show(rows: dict[str, Any]) -> None:
         speeds = [f"{row[f'{which}_env_steps_per_second']:,.0f}" for which in ("start", "tuned", "best")]
         recovered = "-" if row["recovered"] is None else f"{row['recovered']:.0%}"
         table.add_row(name, *speeds, f"{row['ratio']:.2f}", f"{row['best_over_start']:.2f}", recovered, str(len(row["trials"])))
-    Console(stderr=True).print(table)
+    make_console().print(table)
 
 
 def main() -> None:

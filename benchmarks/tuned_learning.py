@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import finish, make_parser, use_device
-from rich.console import Console
+from common import finish, make_console, make_parser, use_device
 from rich.table import Table
 
 ENVS = ("gymnax:CartPole-v1", "pgx:tic_tac_toe")
@@ -97,7 +96,7 @@ def main() -> None:
             losses = ", ".join(str(sum(row["losses"][who] for row in learnt)) for who in learnt[0]["losses"]) or "-"
             by_seed = " ".join(f"{x:.4g}" for x in returns)
             table.add_row(env, name, f"{statistics.median(returns):.4g}", by_seed, losses, f"{statistics.median(rates):,.0f}")
-    Console(stderr=True).print(table)
+    make_console().print(table)
     finish("tuned_learning", {"episodes": EPISODES, "tasks": rows}, record=args.record)
 
 

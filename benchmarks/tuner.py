@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from collected import at_reference_speed
-from common import DATA, finish, make_parser, use_device
+from common import DATA, finish, make_console, make_parser, use_device
 from grids import GRIDS, base_of
 from measuring import Task
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as Lines
 from searchers import NEEDS, SEARCHERS, Point, Problem, Spent, Trial
@@ -34,7 +33,7 @@ MARKS = (4, 8, 16, 24, 32)
 SECONDS = (60, 120, 240, 480)
 NEAR = 1.10
 BURST, START = 0.4, 2.0  # seconds that a burst takes at least, and that a process takes until it compiles
-console = Console(stderr=True)
+console = make_console()
 
 
 class Grid:

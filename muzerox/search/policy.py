@@ -2,7 +2,8 @@
 
 Gumbel MuZero: Danihelka et al., Policy Improvement by Planning with Gumbel (ICLR 2022). MuZero with PUCT:
 Schrittwieser et al., arXiv:1911.08265. Tree statistics are float32 whatever the precision level: mctx gives the tree
-the dtype of ``root.value``, and averages in bfloat16 are wrong.
+the dtype of ``root.value``, and averages in bfloat16 are wrong. The least range that values are scaled by is as in EfficientZero
+(Ye et al., arXiv:2111.00210), whose code calls it ``value_delta_max``.
 
 An engine is a module with ``gumbel_muzero_policy`` and ``muzero_policy`` of mctx's signatures.
 """
