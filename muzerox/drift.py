@@ -7,8 +7,9 @@ them (its copies of parameters, its stored hidden states); a search with the sam
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from muzerox.types import Batch, EnvSpec, Params, Runtime, Transition
 
 REFERENCE = "O0"
 LEAST_UPDATES = 64  # trained for, even if fewer seconds are asked for,
-MOST_SECONDS = 20.0  # unless they take longer than this
+MOST_SECONDS = 20.0  # unless they, or learning anything, take longer than this
 # Values that are nearly the same everywhere have this share of their size as their spread.
 LEAST_SPREAD = 0.1
 
@@ -139,15 +140,10 @@ def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]
         if odd:
             raise RunFailed(f"{whose} {', '.join(odd)} not finite")
     batch = replayed.batch
-    inside = ~(np.asarray(batch.absorbing) | np.asarray(batch.unknown))  # [B, K+1]
-    legal = np.ones(base.policy_logits.shape, bool) if replayed.legal is None else np.asarray(replayed.legal)
-    legal = legal | ~inside[..., None]  # beyond the end it may allow nothing
-
+    inside, legal = _counted(base, replayed)
     ours, theirs = _log_policy(base.policy_logits, legal), _log_policy(other.policy_logits, legal)
     probability = np.exp(ours)
     kl = np.sum(probability * np.where(legal, ours - theirs, 0.0), axis=-1)
-    uniform = -np.log(legal.sum(-1))
-    learnt = np.sum(probability * np.where(legal, ours - uniform[..., None], 0.0), axis=-1)
     values = base.value[inside].astype(np.float64)
     floors = (_rms(values), _rms(np.asarray(batch.partial_return)[inside]))
     spread = max(float(np.std(values)), *(LEAST_SPREAD * x for x in floors), 1e-9)
@@ -161,12 +157,27 @@ def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]
         "value_error": [x / spread for x in _by_position(value, inside)],
         "reward_error": [x / spread for x in _by_position(reward, inside[:, :-1])],
         "value_spread": spread,
-        "policy_learnt": float(np.mean(learnt[inside])),
+        "policy_learnt": _learnt(base, replayed),
         "actions_agree": float(np.mean(base.action == other.action)),
         "weights_differ": float(np.mean(0.5 * np.abs(base.weights.astype(np.float64) - other.weights).sum(-1))),
         "gradient_cosine": 1.0 if np.array_equal(a, b) else float(a @ b / max(lengths[0] * lengths[1], 1e-300)),
         "gradient_ratio": lengths[1] / max(lengths[0], 1e-300),
     }
+
+
+def _counted(numbers: Numbers, replayed: Replayed) -> tuple[np.ndarray, np.ndarray]:
+    """Positions [B, K+1] within an episode, and actions [B, K+1, A] that count at each."""
+    batch = replayed.batch
+    inside = ~(np.asarray(batch.absorbing) | np.asarray(batch.unknown))
+    legal = np.ones(numbers.policy_logits.shape, bool) if replayed.legal is None else np.asarray(replayed.legal)
+    return inside, legal | ~inside[..., None]  # beyond the end it may allow nothing
+
+
+def _learnt(numbers: Numbers, replayed: Replayed) -> float:
+    """KL of policies from the uniform one over legal actions, mean, nats."""
+    inside, legal = _counted(numbers, replayed)
+    policy, uniform = _log_policy(numbers.policy_logits, legal), -np.log(legal.sum(-1))
+    return float(np.mean(np.sum(np.exp(policy) * np.where(legal, policy - uniform[..., None], 0.0), axis=-1)[inside]))
 
 
 def _log_policy(logits: np.ndarray, legal: np.ndarray) -> np.ndarray:
@@ -194,8 +205,12 @@ class Learnt(NamedTuple):
     seconds: float  # of training, without what compiling and the first rows took
 
 
-def learn_and_draw(config: Config, *, seconds: float, examples: int) -> tuple[EnvSpec, Learnt]:
+def learn_and_draw(
+    config: Config, *, seconds: float, examples: int, enough: Callable[[EnvSpec, Learnt], bool] | None = None
+) -> tuple[EnvSpec, Learnt]:
     """Trains for some ``seconds`` by really playing, and draws ``examples`` sequences from the replay.
+
+    Twice as long, and again, until what was learnt is ``enough``, but for no more than ``MOST_SECONDS``.
 
     Raises:
       ConfigError, RunFailed: as training does.
@@ -206,30 +221,42 @@ def learn_and_draw(config: Config, *, seconds: float, examples: int) -> tuple[En
         config = config.replace("train.max_env_steps", 2_000_000_000)
     runtime = make_runtime(config, env, make_algorithm(config, env.spec))
     try:
-        return env.spec, _train(runtime, config, env.spec, seconds, examples)
+        for learnt in _train(runtime, config, env.spec, seconds, examples):
+            if enough is None or learnt.seconds >= MOST_SECONDS or enough(env.spec, learnt):
+                break
+        return env.spec, learnt
     finally:
         runtime.close()
 
 
-def _train(runtime: Runtime, config: Config, spec: EnvSpec, seconds: float, examples: int) -> Learnt:
-    key = jax.random.key(config.seed)
-    state, report = runtime.run(runtime.init(key), 1, 1)  # compiles, and plays what the first update waits for
-    began, size, past = time.perf_counter(), 1, 0.0
-    while past < seconds or (report.updates < LEAST_UPDATES and past < MOST_SECONDS):
-        state, report = runtime.run(state, 1, size)
-        before, past = past, time.perf_counter() - began
-        if past - before < seconds / 16:
-            size *= 2
+def _train(runtime: Runtime, config: Config, spec: EnvSpec, seconds: float, examples: int) -> Iterator[Learnt]:
+    """What is learnt in ``seconds``, in twice as many, and so on."""
 
     def gather(storage: Transition, start: Sample) -> Replayed:
         return read_replayed(config, spec, storage, start)
 
-    replayed = jax.device_get(runtime.draw(state, jax.random.fold_in(key, 1), examples, gather))
-    return Learnt(jax.device_get(state.learner.params), replayed, report.updates, past)
+    key = jax.random.key(config.seed)
+    state, report = runtime.run(runtime.init(key), 1, 1)  # compiles, and plays what the first update waits for
+    size, past = 1, 0.0
+    while True:
+        while past < seconds or (report.updates < LEAST_UPDATES and past < MOST_SECONDS):
+            began = time.perf_counter()
+            state, report = runtime.run(state, 1, size)
+            took = time.perf_counter() - began
+            past += took
+            if took < seconds / 16:
+                size *= 2
+        replayed = jax.device_get(runtime.draw(state, jax.random.fold_in(key, 1), examples, gather))
+        yield Learnt(jax.device_get(state.learner.params), replayed, report.updates, past)
+        seconds = min(2.0 * past, MOST_SECONDS)
 
 
-def measure_drift(config: Config, levels: Sequence[str], *, seconds: float, examples: int) -> dict[str, dict[str, Any]]:
+def measure_drift(
+    config: Config, levels: Sequence[str], *, seconds: float, examples: int, least_learnt: float = 0.0
+) -> dict[str, dict[str, Any]]:
     """Trains for ``seconds`` at the configured level, and says how far each of ``levels`` then is from O0.
+
+    Longer where the policy has learnt less than ``least_learnt``, in nats (``policy_learnt`` of :func:`compare`).
 
     Returns:
       By level the figures of :func:`compare`, with ``updates``, ``training_seconds`` and ``examples``; or ``failure``, one line.
@@ -238,18 +265,25 @@ def measure_drift(config: Config, levels: Sequence[str], *, seconds: float, exam
       ConfigError, RunFailed: as training does.
     """
     config = config.replace({f"precision.{k}": v for k, v in vars(resolve(config.precision)).items()})
-    spec, learnt = learn_and_draw(config, seconds=seconds, examples=examples)
     key = jax.random.fold_in(jax.random.key(config.seed), 2)
+
+    @functools.cache
+    def compiled(level: str, spec: EnvSpec) -> Callable[[jax.Array, Params, Replayed], Numbers]:
+        return make_numbers(at_level(config, level), spec)
+
+    def numbers(level: str, spec: EnvSpec, learnt: Learnt) -> Numbers:
+        return compiled(level, spec)(key, learnt.params, learnt.replayed)
+
+    def enough(spec: EnvSpec, learnt: Learnt) -> bool:
+        return _learnt(numbers(REFERENCE, spec, learnt), learnt.replayed) >= least_learnt
+
+    spec, learnt = learn_and_draw(config, seconds=seconds, examples=examples, enough=enough)
     common = {"updates": learnt.updates, "training_seconds": learnt.seconds, "examples": examples}
-
-    def numbers(level: str) -> Numbers:
-        return make_numbers(at_level(config, level), spec)(key, learnt.params, learnt.replayed)
-
-    base = numbers(REFERENCE)
+    base = numbers(REFERENCE, spec, learnt)
     found: dict[str, dict[str, Any]] = {}
     for level in levels:
         try:
-            found[level] = compare(base, numbers(level), learnt.replayed) | common
+            found[level] = compare(base, numbers(level, spec, learnt), learnt.replayed) | common
         except RunFailed as failure:
             found[level] = {"failure": str(failure)}
     return found

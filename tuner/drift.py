@@ -160,7 +160,7 @@ def measure_drift(
     """Trains ``config`` for some seconds in a subprocess, and compares each of ``levels`` with O0 on sequences of its replay.
 
     Args:
-      seconds: of training, beside what compiling and playing the first sequences take.
+      seconds: of training, beside what compiling and playing the first sequences take; more if little is learnt in them.
       examples: sequences.
       timeout: seconds that all of it may take.
 
@@ -180,6 +180,7 @@ def measure_drift(
         "levels": list(levels),
         "seconds": seconds,
         "examples": examples,
+        "least_learnt": LIMITS.policy_learnt,
     }
     found: dict[str, Any]
     try:

@@ -66,7 +66,8 @@ def main() -> None:
         if request["kind"] == "drift":
             enable_cache()
             with allocated(config):
-                found = measure_drift(config, request["levels"], seconds=request["seconds"], examples=request["examples"])
+                asked = {name: request[name] for name in ("seconds", "examples", "least_learnt")}
+                found = measure_drift(config, request["levels"], **asked)
             answer(levels=found)
             return
         with allocated(config), contextlib.closing(Session(config)) as session:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from toys import small_config
 
+from muzerox import drift
 from muzerox.config import Config
 from muzerox.drift import Learnt, Numbers, at_level, compare, learn_and_draw, make_numbers, measure_drift
 from muzerox.errors import RunFailed
@@ -66,6 +67,23 @@ def test_what_is_drawn_was_played(played: tuple[EnvSpec, Learnt]) -> None:
     empty = ~np.any(batch.observation, axis=-1).reshape(len(batch.observation), -1)
     np.testing.assert_array_equal(legal[:, 0], empty)
     assert any(np.any(np.asarray(x) != 0) for x in jax.tree.leaves(learnt.params["value_head"]))
+
+
+def test_what_has_learnt_too_little_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Learnt] = []
+
+    def enough(spec: EnvSpec, learnt: Learnt) -> bool:
+        assert spec.num_players == 2
+        seen.append(learnt)
+        return len(seen) == 2
+
+    _, learnt = learn_and_draw(board(), seconds=0.1, examples=8, enough=enough)
+    assert learnt is seen[1]
+    assert learnt.seconds >= 2 * seen[0].seconds
+    assert learnt.updates > seen[0].updates
+    monkeypatch.setattr(drift, "MOST_SECONDS", 0.5)
+    _, learnt = learn_and_draw(board(), seconds=0.1, examples=8, enough=lambda *_: False)
+    assert learnt.seconds >= 0.5
 
 
 def test_o0_does_not_drift_from_itself(base: Numbers, make: Make, played: tuple[EnvSpec, Learnt]) -> None:
