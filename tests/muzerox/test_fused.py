@@ -37,7 +37,8 @@ GUMBEL = [
     (Case(batch=8, simulations=40, actions=3, max_depth=3, masked=True), {}),
     (Case(batch=8, simulations=12, actions=3, max_depth=1), {"max_num_considered_actions": 1}),
     (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, rescale_values=False)}),
-    (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, use_mixed_value=False, epsilon=1.0)}),
+    (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, use_mixed_value=False, value_scale=1.0)}),
+    (Case(batch=8, simulations=30, actions=4), {"qtransform": functools.partial(MIX, epsilon=1.0)}),
     (Case(batch=8, simulations=30, actions=4), {"qtransform": SIBLINGS}),
 ]
 PUCT = [
