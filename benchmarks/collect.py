@@ -1,9 +1,9 @@
 """Measures configurations drawn by a space-filling design, for the predictor to learn from and to be judged by.
 
-Every task (environment and runtime) has axes, and every axis its choices; scrambled Sobol points choose among them, so that any
-first part of a collection covers the space evenly. Processes are measured in pairs, burst by burst in alternation; under Anakin a
-process measures a second loop count too. At the end everything that ran is measured again, in other processes, in the same
-order: the differences are the noise floor. What failed is a row as well.
+Every task (environment and runtime) has axes, and every axis its choices; scrambled Sobol points choose among them, so that
+any first part of a collection covers the space evenly. Processes are measured in pairs, or as many at once as --at-once says,
+burst by burst in alternation; under Anakin a process measures a second loop count too. At the end everything that ran is measured
+again, in other processes, in the same order: the differences are the noise floor. What failed is a row as well.
 
 Rows go to ``collected/<kind of machine>.jsonl`` as they are measured, with ``--record`` to the one under ``data/``. Run it again
 to go on where it was stopped, or with a larger ``--count`` or ``--again`` for more.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import DATA, make_parser, use_device
-from measuring import Point, Task, add_options, append, console, measure_all, progress_bar, read
+from measuring import Point, Task, add_options, append, console, measure_all, progress_bar, read, rows_of
 from rich.table import Table
 
 _CONTRADICTIONS = 1000  # points in a row that contradict themselves: the axes do
@@ -64,7 +64,8 @@ _MORE = {  # where there is an accelerator
     "train.batch_size": (1024, 2048),
     "runtime.num_envs": (1024, 2048, 4096),
 }
-_MEMORY = (None, None, None, None, None, None, 0.8, 1.1, 1.5)  # GiB: some run out of it, which is to be foreseen
+# GiB: some run out of it, which is to be foreseen. A process that uses a GPU holds a gigabyte, and compiling for it two more.
+_MEMORY = {"cpu": (0.8, 1.1, 1.5), "gpu": (1.1, 2.0, 3.5), "tpu": (1.1, 2.0, 3.5)}
 TASKS = (
     Task("vector", "gymnax:CartPole-v1", "anakin", _ANAKIN),
     Task("host", "gymnasium:CartPole-v1", "sebulba", _SEBULBA | {"runtime.step_in": ("thread", "process")}),
@@ -81,7 +82,7 @@ def choices_of(task: Task, hardware: Any) -> dict[str, tuple[Any, ...]]:
     if hardware.platform != "cpu":
         axes |= {name: axes[name] + more for name, more in _MORE.items()}
     cores = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= hardware.cores]
-    return axes | {"allocation.cores": tuple(cores), "allocation.memory_gib": _MEMORY}
+    return axes | {"allocation.cores": tuple(cores), "allocation.memory_gib": (None,) * 6 + _MEMORY[hardware.platform]}
 
 
 def points_of(task: Task, hardware: Any, most_seconds: float, first: int) -> Iterator[Point]:
@@ -181,9 +182,11 @@ def describe_again(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any
 def collect(rows: list[dict[str, Any]], hardware: Any, args: Any, file: Path) -> None:
     """Measures what ``rows`` lack of the design, and what is to be measured again; adds it to them, and to the file."""
     with progress_bar() as progress:
-        points = list(design(rows, args.count, hardware, args.most))
-        measure_all(points, rows, hardware, args, file, progress, "pairs of processes")
-        measure_all(list(measured_again(rows, args.again)), rows, hardware, args, file, progress, "pairs measured again")
+        missing = args.count - sum(row["repeat"] == 0 for row in rows)
+        points = design(rows, args.count, hardware, args.most)
+        measure_all(points, missing, rows, hardware, args, file, progress, "configurations")
+        again = list(measured_again(rows, args.again))
+        measure_all(again, rows_of(again), rows, hardware, args, file, progress, "measured again")
 
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[float]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from common import DATA, make_parser, use_device
-from measuring import Point, Task, add_options, console, measure_all, progress_bar, read
+from measuring import Point, Task, add_options, console, measure_all, progress_bar, read, rows_of
 from rich.table import Table
 
 NEAR = 1.3  # times the best: measured again
@@ -144,10 +144,11 @@ def main() -> None:
                 if args.only not in (None, grid.name):
                     continue
                 points = points_of(grid, hardware.platform)
-                measure_all(missing(points, rows), rows, hardware, args, file, progress, f"{grid.name}: pairs")
+                first = missing(points, rows)
+                measure_all(first, rows_of(first), rows, hardware, args, file, progress, grid.name)
                 for repeat in range(1, AGAIN + 1):
                     again = near_the_best(points, rows, repeat)
-                    measure_all(again, rows, hardware, args, file, progress, f"{grid.name}: near the best")
+                    measure_all(again, rows_of(again), rows, hardware, args, file, progress, f"{grid.name}: near the best")
     except KeyboardInterrupt:
         console.print("stopped; run it again to go on")
     show(rows, file)

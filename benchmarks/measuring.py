@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,11 @@ def probe() -> float:
     return min(times)
 
 
-def measure(pair: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, Any]]:
+def measure(together: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, Any]]:
     """The rows of processes that are measured in alternation."""
     from tuner.measure import Bursts, measure_group
 
-    group = [(point.config, point.loop_counts) for point in pair]
+    group = [(point.config, point.loop_counts) for point in together]
     before = probe()
     measured = measure_group(group, Bursts(args.rounds, args.seconds), hardware=hardware, timeout=args.timeout)
     probes = [before, probe()]
@@ -94,13 +95,14 @@ def measure(pair: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, A
             "config": point.config.replace("runtime.loop_count", int(found.workload.loop_count)).to_dict(),
             "measurement": found.to_dict(),
         }
-        for point, several in zip(pair, measured, strict=True)
+        for point, several in zip(together, measured, strict=True)
         for found in several
     ]
 
 
 def measure_all(
-    points: Sequence[Point],
+    points: Iterable[Point],
+    total: int,
     rows: list[dict[str, Any]],
     hardware: Any,
     args: argparse.Namespace,
@@ -108,16 +110,25 @@ def measure_all(
     progress: Progress,
     description: str,
 ) -> None:
-    """Measures points in pairs; adds what it finds to the rows, and to the file."""
-    pairs = [points[i : i + 2] for i in range(0, len(points), 2)]
-    for pair in progress.track(pairs, description=description):
-        new = measure(pair, hardware, args)
+    """Measures points, so many at once; adds what it finds, ``total`` rows, to the rows and to the file.
+
+    Points are taken as they are needed: to draw one can take longer than to measure it.
+    """
+    points, bar = iter(points), progress.add_task(description, total=total)
+    while group := list(itertools.islice(points, args.at_once)):
+        new = measure(group, hardware, args)
+        progress.advance(bar, len(new))
         append(file, new)
         rows.extend(new)
 
 
+def rows_of(points: Sequence[Point]) -> int:
+    """How many rows measuring them makes."""
+    return sum(1 + len(point.loop_counts) for point in points)
+
+
 def progress_bar() -> Progress:
-    """Of so many pairs, with the time left."""
+    """Of so many rows, with the time left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)
 
@@ -126,6 +137,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """How a process is measured."""
     parser.add_argument("--rounds", type=_count, default=7, help="timed bursts of each")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a burst, about")
+    parser.add_argument("--at-once", type=_count, default=2, help="processes that compile together, and are timed in alternation")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that compiling, or a burst, may take")
 
 

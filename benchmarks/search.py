@@ -3,15 +3,18 @@
 The network alone is as many sequential evaluations of the recurrent function as a search makes. Programs of a shape are timed
 in alternation, one call each a round; figures are medians over rounds. Networks are random, heads included, so that trees
 are neither lines nor stars. What is computed is what self-play reads (action, policy, root value); ``--tree`` asks for the
-whole tree. Memory is what XLA plans for temporaries and results.
+whole tree. Memory is what XLA plans for temporaries and results. Seconds of compilation are of one program at a time, unless
+``--jobs`` compiles several at once.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common import finish, make_parser, use_device
@@ -30,12 +33,13 @@ SHAPES: dict[str, tuple[tuple[int, int, int], tuple[float, float]]] = {
 POLICIES = ("gumbel_muzero_policy", "muzero_policy")
 
 
-def make_programs(name: str, whole_tree: bool) -> dict[str, Callable[[], Any]]:
+def make_programs(name: str, whole_tree: bool, side_by_side: bool = False) -> dict[str, Callable[[], Any]]:
     """By name: compiles a program, and returns how to call it, seconds of compilation and bytes."""
     import jax
     import jax.numpy as jnp
     import mctx
 
+    from muzerox.compilation import compiler_options
     from muzerox.config import NetworkConfig
     from muzerox.networks import make_model
     from muzerox.precision import POLICIES as PRECISION
@@ -96,10 +100,13 @@ def make_programs(name: str, whole_tree: bool) -> dict[str, Callable[[], Any]]:
         engine = module.__name__.rpartition(".")[2]
         functions |= {f"{engine}.{policy}": searching(getattr(module, policy)) for policy in POLICIES}
 
+    if side_by_side:
+        functions["side by side"] = searching(functools.partial(fused.gumbel_muzero_policy, side_by_side=True))
+
     def compiled(function: Callable[..., Any]) -> Callable[[], Any]:
         def build() -> Any:
             before = time.perf_counter()
-            program = jax.jit(function).lower(params, key, root).compile()
+            program = jax.jit(function, compiler_options=compiler_options()).lower(params, key, root).compile()
             seconds = time.perf_counter() - before
             memory = program.memory_analysis()
             bytes_ = None if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes
@@ -110,8 +117,10 @@ def make_programs(name: str, whole_tree: bool) -> dict[str, Callable[[], Any]]:
     return {program: compiled(function) for program, function in functions.items()}
 
 
-def measure(name: str, rounds: int, whole_tree: bool) -> dict[str, Any]:
-    programs = {program: build() for program, build in make_programs(name, whole_tree).items()}
+def measure(name: str, rounds: int, whole_tree: bool, side_by_side: bool, jobs: int) -> dict[str, Any]:
+    builds = make_programs(name, whole_tree, side_by_side)
+    with ThreadPoolExecutor(jobs) as pool:
+        programs = dict(zip(builds, pool.map(lambda build: build(), builds.values()), strict=True))
     for call, _, _ in programs.values():
         call()
     seconds: dict[str, list[float]] = {program: [] for program in programs}
@@ -150,6 +159,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--only", choices=list(SHAPES), action="append")
+    parser.add_argument("--jobs", type=int, default=1, help="programs to compile at once (default 1)")
+    parser.add_argument("--side-by-side", action="store_true", help="time our Gumbel search with side_by_side=True, too")
     parser.add_argument("--tree", action="store_true", help="compute the whole tree, not only what self-play reads of it")
     parser.add_argument(
         "--mlp",
@@ -167,7 +178,7 @@ def main() -> None:
     columns = ("shape", "policy", "network", "mctx", "fused", "speedup", "aim", "to network", "compile s", "MiB")
     print("{:18} {:21} {:>9} {:>9} {:>9} {:>8} {:>6} {:>11} {:>13} {:>13}".format(*columns), file=sys.stderr)
     for name in [*own, *(args.only or [])] or SHAPES:
-        rows[name] = row = measure(name, args.rounds, args.tree)
+        rows[name] = row = measure(name, args.rounds, args.tree, args.side_by_side, args.jobs)
         for policy in POLICIES:
             ms, figures = row["milliseconds"], row[policy]
             mctx, ours = f"mctx.{policy}", f"fused.{policy}"
@@ -180,6 +191,10 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
+        if args.side_by_side:
+            ms, seconds = row["milliseconds"], row["compile_seconds"]
+            beside = f"{ms['side by side']:9.2f}, compiled in {seconds['side by side']:.1f} s"
+            print(f"{name:18} {'Gumbel, side by side':21} {beside:>29}", file=sys.stderr, flush=True)
     finish("search", {"whole_tree": args.tree, "shapes": rows}, record=args.record)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from muzerox.algorithms import make_algorithm
 from muzerox.checkpoint import Checkpoints
-from muzerox.compilation import enable_cache
+from muzerox.compilation import compiler_options, enable_cache
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import UserError
@@ -129,7 +129,8 @@ def evaluate_run(
     if isinstance(agent.env, HostEnvironment):
         return summarise(agent.env, make_host_episodes(agent.env, agent.algorithm, episodes)(jax.random.key(seed), agent.params))
     random_moves = OPENING_MOVES if against_run else 0
-    play = jax.jit(make_episodes(agent.env, agent.algorithm, episodes, opponent=other, random_moves=random_moves))
+    episodes_of = make_episodes(agent.env, agent.algorithm, episodes, opponent=other, random_moves=random_moves)
+    play = jax.jit(episodes_of, compiler_options=compiler_options())
     return summarise(agent.env, play(jax.random.key(seed), agent.params))
 
 

@@ -19,7 +19,7 @@ import jax
 from muzerox import allocation, config_io, usage
 from muzerox.algorithms import make_algorithm
 from muzerox.checkpoint import Checkpoints
-from muzerox.compilation import compile_beside, enable_cache
+from muzerox.compilation import compile_beside, compiler_options, enable_cache
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import CheckpointError, ConfigError, RunFailed
@@ -327,7 +327,7 @@ def _make_evaluate(config: Config, env: Environment | HostEnvironment, algorithm
         on_host = make_host_episodes(env, algorithm, config.train.eval_episodes)
         compiled: Callable[[], Callable[..., Episodes]] = lambda: on_host  # noqa: E731
     else:
-        play = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes))
+        play = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes), compiler_options=compiler_options())
         compiled = compile_beside(play, root, jax.eval_shape(algorithm.init, root))
 
     def evaluate(updates: int, params: Params) -> Evaluation:

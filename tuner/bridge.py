@@ -21,7 +21,7 @@ from muzerox.algorithms import make_algorithm
 from muzerox.allocation import GIB, available_cores, available_memory
 from muzerox.cli import add_config_arguments, add_output_arguments, make_config
 from muzerox.commands import Command, Extension
-from muzerox.compilation import cache_use, enable_cache, home
+from muzerox.compilation import cache_use, compiler_options, enable_cache, home
 from muzerox.config import Config, NetworkConfig
 from muzerox.config_io import dumps as toml
 from muzerox.config_io import load as load_config
@@ -65,6 +65,7 @@ __all__ = [
     "bounded_num_envs",
     "bounded_staleness",
     "can_change_live",
+    "compiler_options",
     "concrete",
     "device_facts",
     "enable_cache",

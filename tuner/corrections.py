@@ -212,7 +212,7 @@ def more_memory(config: Config, changes: Mapping[str, Any], predictor: RuntimePr
     if given is None or set(changes) <= {"allocation.cores", "runtime.loop_count"}:
         return {}
     expected = predictor.predict(describe(config.replace(changes)), hardware).peak_bytes
-    wanted = min(_quarters(expected + allocate.SAFETY_BYTES), hardware.memory_bytes / GIB)
+    wanted = min(_quarters(expected + allocate.SAFETY_BYTES[hardware.platform]), hardware.memory_bytes / GIB)
     return {"allocation.memory_gib": wanted} if wanted > given else {}
 
 

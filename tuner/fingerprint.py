@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from predictor import Hardware, SchemaError
-from tuner.bridge import device_facts, home, write_atomically
+from tuner.bridge import compiler_options, device_facts, home, write_atomically
 from tuner.worker_client import Worker, WorkerFailed
 
 _REPEATS = 11
@@ -47,7 +47,7 @@ def measure_rates() -> dict[str, Any]:
     def copy(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, passes, lambda i, x: x + i.astype(jnp.float32), x)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=compiler_options())  # as trainings are compiled, whose loops these stand for
     def chain(x: jax.Array) -> jax.Array:
         # A product, as most operations of a network are, too small to take time itself.
         return jax.lax.fori_loop(0, loop, lambda _, x: jnp.tanh(x @ x), x)

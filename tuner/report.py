@@ -135,7 +135,7 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
     if allocation.memory_gib is not None:
         rows["allocation"] += f", {allocation.memory_gib:g} GiB of {result.hardware.memory_bytes / 2**30:.0f}"
     if allocation.device_memory is not None:
-        rows["allocation"] += f", {allocation.device_memory:.0%} of the accelerator's memory"
+        rows["allocation"] += f", {allocation.device_memory:.1%} of the accelerator's memory"
     if result.balance is not None:
         rows["balance factor"] = f"{result.balance:.2f} ({result.verdict})"
     for name, value in median_errors(result.history).items():

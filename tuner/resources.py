@@ -57,7 +57,8 @@ def limits(hardware: Hardware, use: np.ndarray | None = None, most: np.ndarray |
         maximum = np.minimum(maximum, most)
     if use is None:
         return allocate.Limits(np.zeros_like(maximum), maximum)
-    return allocate.Limits(np.array([1.0, use[1] + allocate.SAFETY_BYTES, use[2] * _DEVICE_MINIMUM], np.float32), maximum)
+    on_host, on_device = allocate.SAFETY_BYTES[hardware.platform], allocate.DEVICE_SAFETY_BYTES[hardware.platform]
+    return allocate.Limits(np.array([1.0, use[1] + on_host, use[2] * _DEVICE_MINIMUM + on_device], np.float32), maximum)
 
 
 def correction(runs: Iterable[tuple[Measurement, Sequence[float]]]) -> np.ndarray:

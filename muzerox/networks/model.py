@@ -12,7 +12,7 @@ from flax import nnx
 
 from muzerox.config import NetworkConfig
 from muzerox.errors import ConfigError
-from muzerox.networks.layers import linear, relu
+from muzerox.networks.layers import Embed, linear, relu
 from muzerox.networks.torso import MLP, Downsample, ResNet, flatten, from_bytes, scale_hidden
 from muzerox.precision import Policy
 from muzerox.types import EnvSpec, Params
@@ -50,7 +50,7 @@ class VectorNetworks(nnx.Module):
         self.embedding = linear(width, width, dtype=dtype, rngs=rngs)
         # Hidden state and one-hot action enter the dynamics as a sum of two products; the second is a row look-up.
         self.hidden_in = linear(width, width, dtype=dtype, rngs=rngs)
-        self.action_in = nnx.Embed(
+        self.action_in = Embed(
             spec.num_actions, width, dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(1.0 / math.sqrt(width))
         )
         self.transition = torso(width, depth - 1)
@@ -86,7 +86,7 @@ class GridNetworks(nnx.Module):
         height, wide = self.smaller.height, self.smaller.width
         self.representation = ResNet(self.smaller.outputs, width, depth, dtype=dtype, rngs=rngs)
         # A learnt plane an action: where a move lands on the board is not known to an adapter, so it is learnt.
-        self.action_in = nnx.Embed(
+        self.action_in = Embed(
             spec.num_actions, height * wide, dtype=dtype, rngs=rngs, embedding_init=nnx.initializers.normal(1.0)
         )
         self.transition = ResNet(width + 1, width, depth, dtype=dtype, rngs=rngs)

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from muzerox import replay
-from muzerox.compilation import ONCE, compile_beside
+from muzerox.compilation import ONCE, compile_beside, compiler_options
 from muzerox.config import Config
 from muzerox.errors import ConfigError
 from muzerox.learner import LearnerState, init_learner, make_update
@@ -141,7 +141,11 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     jit_init = jax.jit(init, out_shardings=shardings, compiler_options=ONCE)
     jit_prefill = jax.jit(prefill, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings, compiler_options=ONCE)
     jit_dispatch = jax.jit(
-        dispatch, donate_argnums=0, in_shardings=(shardings, None), out_shardings=(shardings, None, None, None)
+        dispatch,
+        donate_argnums=0,
+        in_shardings=(shardings, None),
+        out_shardings=(shardings, None, None, None),
+        compiler_options=compiler_options(),
     )
 
     # The number of updates is an argument: fusing more or fewer of them compiles nothing.

@@ -16,7 +16,7 @@ from muzerox.search.fused import gumbel_muzero_policy, muzero_policy, stochastic
 from muzerox.search.policy import Search, gumbel_search, muzero_search
 
 ENGINES: dict[str, ModuleType] = {"mctx": mctx, "fused": fused}
-_FASTEST = {"cpu": "fused"}  # by backend, as benchmarks/search.py measured; mctx where nothing was
+_FASTEST = {"cpu": "fused", "gpu": "fused"}  # by backend, as benchmarks/search.py measured; mctx where nothing was
 _POLICIES = {"gumbel": gumbel_search, "muzero": muzero_search}
 
 

@@ -125,8 +125,8 @@ def test_what_sequential_halving_visits_in_any_case(
     assert selection.gumbel_rounds(actions, simulations, considered, qtransform) == rounds
 
 
-def test_the_network_is_asked_once_a_round() -> None:
-    """With two actions by itself, with more on demand, with masks never."""
+def test_the_network_is_asked_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two actions by itself, with more on demand or on a GPU, with masks never."""
 
     def asked(case: Case, **options: Any) -> set[int]:
         sizes: set[int] = set()
@@ -147,6 +147,9 @@ def test_the_network_is_asked_once_a_round() -> None:
     assert asked(Case(batch=8, actions=4)) == {8}
     assert asked(Case(batch=8, actions=4), side_by_side=True) == {8, 16, 32}
     assert asked(Case(batch=8, actions=2, masked=True), side_by_side=True) == {8}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert asked(Case(batch=8, actions=4)) == {8, 16, 32}
+    assert asked(Case(batch=8, actions=4), side_by_side=False) == {8}
 
 
 @pytest.mark.parametrize("policy", ["gumbel", "puct"])

@@ -10,7 +10,7 @@ from toys import random_params, small_config
 
 from muzerox.errors import ConfigError
 from muzerox.networks import make_model
-from muzerox.networks.layers import conv_by_matmul, product, relu
+from muzerox.networks.layers import conv_by_matmul, product, relu, rows
 from muzerox.networks.torso import scale_hidden
 from muzerox.precision import POLICIES
 from muzerox.types import EnvSpec
@@ -52,6 +52,24 @@ def test_convolution_by_matmul_is_the_convolution(height: int, width: int, dtype
     for a, b in zip(got, want, strict=True):
         assert a.dtype == dtype
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=1e-4, atol=1e-5 + 2 * rounding * np.abs(b).max())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2.0**-22), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+def test_rows_are_looked_up_and_their_gradient_is_rounded_once(
+    backend: str, dtype: str, rounding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 rows go to each of two: sums in 16 bits would be off by several roundings."""
+    rng = np.random.default_rng(0)
+    table, weight = jnp.asarray(rng.normal(size=(3, 7)), dtype), jnp.asarray(rng.normal(size=(2, 300, 7)), dtype)
+    index = jnp.asarray(rng.integers(0, 2, (2, 300)), jnp.int32)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    np.testing.assert_array_equal(rows(table, index), np.asarray(table)[np.asarray(index)])
+    got = jax.grad(lambda table: jnp.sum((rows(table, index) * weight).astype(jnp.float32)))(table)
+    want = np.zeros((3, 7))
+    np.add.at(want, np.asarray(index), np.asarray(weight, np.float64))
+    assert got.dtype == table.dtype
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=rounding, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 2e-3)])

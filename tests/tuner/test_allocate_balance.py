@@ -91,16 +91,27 @@ def test_the_next_allocation_follows_the_balance(machine: Hardware) -> None:
     state, second = resources.next_allocation(state, use, 1.0, machine)
     np.testing.assert_allclose(second, [1.75, 1.75 * 2**30, 0.0])
     state, last = resources.next_allocation(state, use, 0.0, machine)
-    assert last[1] >= use[1] + allocate.SAFETY_BYTES  # what keeps it alive, whatever was given before
+    assert last[1] >= use[1] + allocate.SAFETY_BYTES["cpu"]  # what keeps it alive, whatever was given before
     _, capped = resources.next_allocation(state, use, 1.0, machine, np.array([1.0, 2**30, 0.0], np.float32))
     np.testing.assert_allclose(capped, [1.0, 2**30, 0.0])  # no more than was asked for
+
+
+def test_on_a_gpu_there_is_memory_left_to_compile(machine: Hardware) -> None:
+    """What was measured of programs from the cache is a quarter of what a training holds that compiles them."""
+    gpu = dataclasses.replace(machine, platform="gpu", device_memory_bytes=80 * 2**30, memory_bytes=64 * 2**30)
+    use = np.array([0.1, 0.9 * 2**30, 14e6], np.float32)
+    given_ = resources.for_training(use, gpu, np.asarray(resources.limits(gpu).maximum))
+    config = resources.with_allocation(Config(), given_, gpu, (1, 2, 3, 4))
+    assert config.allocation.memory_gib == pytest.approx(4.0)
+    assert 1.0 / 80 < config.allocation.device_memory < 2.0 / 80
 
 
 def test_a_training_is_given_its_measured_demand_between_the_limits(machine: Hardware) -> None:
     use = np.array([1.6, 4 * 2**30, 0.0], np.float32)
     most = np.array([4.0, 8 * 2**30, 0.0], np.float32)
     np.testing.assert_allclose(resources.for_training(use, machine, most), [2.0, 5 * 2**30, 0.0])
-    np.testing.assert_allclose(resources.for_training(use * 0.1, machine, most), [1.0, 0.4 * 2**30 + allocate.SAFETY_BYTES, 0.0])
+    alive = 0.4 * 2**30 + allocate.SAFETY_BYTES["cpu"]
+    np.testing.assert_allclose(resources.for_training(use * 0.1, machine, most), [1.0, alive, 0.0])
     np.testing.assert_allclose(resources.for_training(use * 10.0, machine, most), most)
 
 

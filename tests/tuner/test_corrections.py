@@ -266,7 +266,7 @@ def test_a_running_training_is_given_more_memory_for_a_change_that_needs_it(mach
     little = concrete(tiny, "cpu").replace("allocation.memory_gib", 1.0)
     more = corrections.more_memory(little, {"replay.capacity": 4_000_000}, predictor, machine)
     expected = predictor.predict(describe(little.replace("replay.capacity", 4_000_000)), machine).peak_bytes
-    assert expected < more["allocation.memory_gib"] * 2**30 < expected + allocate.SAFETY_BYTES + 2**28
+    assert expected < more["allocation.memory_gib"] * 2**30 < expected + allocate.SAFETY_BYTES["cpu"] + 2**28
     assert corrections.more_memory(little, {"replay.capacity": 2_000_000_000}, predictor, machine) == {
         "allocation.memory_gib": machine.memory_bytes / 2**30
     }, "no more than there is"

@@ -1,0 +1,34 @@
+"""What XLA is told of the programs that train and play."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from muzerox.compilation import compiler_options
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_nothing_but_a_device_of_one_thread_is_told_anything(backend: str) -> None:
+    assert compiler_options(None, backend) is None
+    assert compiler_options(2, backend) is None
+    assert compiler_options(1, backend) is not None
+
+
+@pytest.mark.parametrize("options", [compiler_options(1), compiler_options(None, "gpu")], ids=["one thread", "gpu"])
+def test_xla_knows_the_options(options: dict[str, object]) -> None:
+    """XLA has those of every device everywhere, and refuses what it does not know."""
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: 2.0 * x, x), compiler_options=options)
+    assert program(jnp.float32(1.0)) == 8.0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={name + "s": value for name, value in options.items()})(1.0)
+
+
+def test_a_gpu_runs_loops_as_graphs_unless_the_user_says_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    options = compiler_options(None, "gpu")
+    assert options is not None
+    assert "WHILE" in options["xla_gpu_enable_command_buffer"].split(",")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
+    assert compiler_options(None, "gpu") is None
