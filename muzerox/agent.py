@@ -34,7 +34,10 @@ class Agent:
 
     def __init__(self, config: Config, env: Environment | HostEnvironment, algorithm: Algorithm, params: Params):
         self.config, self.env, self.algorithm, self.params = config, env, algorithm, params
-        self._act = jax.jit(lambda key, params, observation, legal: algorithm.act(key, params, observation, legal, False).action)
+        self._act = jax.jit(
+            lambda key, params, observation, legal: algorithm.act(key, params, observation, legal, False).action,
+            compiler_options=compiler_options(),
+        )
 
     @property
     def spec(self) -> EnvSpec:

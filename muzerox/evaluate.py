@@ -7,6 +7,7 @@ agent: 1 won, 0 drawn, -1 lost.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muzerox.compilation import compiler_options
 from muzerox.opponents import Opponent, random_opponent
 from muzerox.types import Algorithm, Environment, HostEnvironment, Params, TimeStep
 
@@ -126,7 +128,7 @@ def make_host_episodes(
     spec, size = env.spec, min(episodes, num_envs)
     make = env.make_evaluation or env.make
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options())
     def choose(key: jax.Array, params: Params, observation: jax.Array, legal: Any, t: jax.Array, seat: jax.Array) -> jax.Array:
         key_search, key_opponent = jax.random.split(jax.random.fold_in(key, t))
         action = algorithm.act(key_search, params, observation, legal, False).action
