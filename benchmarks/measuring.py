@@ -117,9 +117,9 @@ def measure_all(
     points, bar = iter(points), progress.add_task(description, total=total)
     while group := list(itertools.islice(points, args.at_once)):
         new = measure(group, hardware, args)
-        progress.advance(bar, len(new))
         append(file, new)
         rows.extend(new)
+        progress.advance(bar, len(new))
 
 
 def rows_of(points: Sequence[Point]) -> int:

@@ -124,7 +124,7 @@ def main() -> None:
     use_device(args.device)
     import jax
 
-    batch = args.batch or BATCH[jax.default_backend()]
+    batch = BATCH[jax.default_backend()] if args.batch is None else args.batch
     if batch < 1:
         parser.error(f"--batch ({batch}) must be at least 1")
     figures = measure(args.repeats, batch)

@@ -171,6 +171,8 @@ def main() -> None:
         help="roots, simulations and actions of a shape instead",
     )
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs ({args.jobs}) must be at least 1")
     use_device(args.device)
     own = {f"mlp {batch}, {simulations}, {actions}": (batch, simulations, actions) for batch, simulations, actions in args.mlp}
     SHAPES.update({name: SHAPES.get(name, (numbers, (1.0, 1.0))) for name, numbers in own.items()})
