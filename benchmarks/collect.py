@@ -65,7 +65,7 @@ _MORE = {  # where there is an accelerator
     "runtime.num_envs": (1024, 2048, 4096),
 }
 # GiB: some run out of it, which is to be foreseen. A process that uses a GPU holds a gigabyte, and compiling for it two more.
-_MEMORY = {"cpu": (0.8, 1.1, 1.5), "gpu": (1.1, 2.0, 3.5), "tpu": (1.1, 2.0, 3.5)}
+_MEMORY = {"cpu": (0.8, 1.1, 1.5), "gpu": (2.0, 4.0, 6.0), "tpu": (2.0, 4.0, 6.0)}
 TASKS = (
     Task("vector", "gymnax:CartPole-v1", "anakin", _ANAKIN),
     Task("host", "gymnasium:CartPole-v1", "sebulba", _SEBULBA | {"runtime.step_in": ("thread", "process")}),
@@ -81,7 +81,8 @@ def choices_of(task: Task, hardware: Any) -> dict[str, tuple[Any, ...]]:
     axes = dict(task.axes)
     if hardware.platform != "cpu":
         axes |= {name: axes[name] + more for name, more in _MORE.items()}
-    cores = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= hardware.cores]
+    fewest = 1 if hardware.platform == "cpu" else 2  # compiling for an accelerator takes one core a minute
+    cores = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if fewest <= n <= hardware.cores]
     return axes | {"allocation.cores": tuple(cores), "allocation.memory_gib": (None,) * 6 + _MEMORY[hardware.platform]}
 
 
@@ -93,7 +94,7 @@ def points_of(task: Task, hardware: Any, most_seconds: float, first: int) -> Ite
     from scipy.stats import qmc
 
     from predictor import RuntimePredictor
-    from tuner.bridge import Config, ConfigError, concrete
+    from tuner.bridge import Config, ConfigError, concrete, cycle_of
     from tuner.workload import describe
 
     axes, model = choices_of(task, hardware), RuntimePredictor()
@@ -114,7 +115,8 @@ def points_of(task: Task, hardware: Any, most_seconds: float, first: int) -> Ite
             continue
         contradictions = 0
         expected = model.predict(describe(config), hardware)
-        if max(1.0 / expected.updates_per_second, expected.warmup_seconds) > most_seconds:
+        # No burst is shorter than what all environments' next row is learnt from, nor, of threads, than some dispatches.
+        if max(cycle_of(config) / expected.updates_per_second, expected.warmup_seconds) > most_seconds:
             continue
         further: tuple[int, ...] = ()
         if task.kind == "anakin":
@@ -226,7 +228,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=240, help="configurations, those measured again not counted")
     parser.add_argument("--again", type=int, default=1, help="how many times more each process that ran is measured")
     add_options(parser)
-    parser.add_argument("--most", type=float, default=2.0, help="seconds an update may take by the predictor; above, left out")
+    parser.add_argument(
+        "--most", type=float, default=2.0, help="seconds the shortest burst may take by the predictor; above, left out"
+    )
     parser.add_argument("--describe-again", action="store_true", help="bring rows of an older schema up to date first")
     parser.add_argument("--out", type=Path, help="folder of the rows (default: collected, here or with --record under data)")
     args = parser.parse_args()

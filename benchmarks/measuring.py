@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +83,25 @@ def probe() -> float:
 
 def measure(together: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, Any]]:
     """The rows of processes that are measured in alternation."""
-    from tuner.measure import Bursts, measure_group
+    from tuner.measure import Bursts, Timing, measure_timings
 
-    group = [(point.config, point.loop_counts) for point in together]
-    before = probe()
-    measured = measure_group(group, Bursts(args.rounds, args.seconds), hardware=hardware, timeout=args.timeout)
+    before, timings, first = probe(), [], 0
+    try:
+        for point in together:
+            cores = point.config.allocation.cores or hardware.cores
+            with _cores_from(first, cores) if args.spare_cores else contextlib.nullcontext():
+                timings.append(Timing(point.config, hardware=hardware, timeout=args.timeout))
+            first += cores
+            if not args.spare_cores:
+                timings[-1].wait()  # two compilations at once would fight for the cores
+        for timing in timings if args.spare_cores else ():
+            timing.wait()
+            timing.ready.pop("compile_seconds", None)
+        bursts = Bursts(args.rounds, args.seconds, enough=args.enough)
+        measured = measure_timings(timings, [point.loop_counts for point in together], bursts)
+    finally:
+        for timing in timings:
+            timing.worker.stop()
     probes = [before, probe()]
     return [
         {
@@ -100,6 +117,17 @@ def measure(together: Sequence[Point], hardware: Any, args: Any) -> list[dict[st
     ]
 
 
+@contextlib.contextmanager
+def _cores_from(first: int, count: int) -> Iterator[None]:
+    """Processes started meanwhile run on so many cores from the ``first`` on, round and round: each would take the first ones."""
+    every = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {every[(first + index) % len(every)] for index in range(min(count, len(every)))})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, every)
+
+
 def measure_all(
     points: Iterable[Point],
     total: int,
@@ -112,14 +140,25 @@ def measure_all(
 ) -> None:
     """Measures points, so many at once; adds what it finds, ``total`` rows, to the rows and to the file.
 
-    Points are taken as they are needed: to draw one can take longer than to measure it.
+    Points are taken as they are needed: to draw one can take longer than to measure it. Where cores are to spare the next are
+    drawn meanwhile.
     """
     points, bar = iter(points), progress.add_task(description, total=total)
-    while group := list(itertools.islice(points, args.at_once)):
-        new = measure(group, hardware, args)
-        append(file, new)
-        rows.extend(new)
-        progress.advance(bar, len(new))
+    with ThreadPoolExecutor(1) as drawing:
+
+        def draw() -> Future[list[Point]]:
+            return drawing.submit(lambda: list(itertools.islice(points, args.at_once)))
+
+        following = draw()
+        while group := following.result():
+            if args.spare_cores:
+                following = draw()
+            new = measure(group, hardware, args)
+            append(file, new)
+            rows.extend(new)
+            progress.advance(bar, len(new))
+            if not args.spare_cores:
+                following = draw()
 
 
 def rows_of(points: Sequence[Point]) -> int:
@@ -137,7 +176,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """How a process is measured."""
     parser.add_argument("--rounds", type=_count, default=7, help="timed bursts of each")
     parser.add_argument("--seconds", type=float, default=0.4, help="of a burst, about")
-    parser.add_argument("--at-once", type=_count, default=2, help="processes that compile together, and are timed in alternation")
+    parser.add_argument(
+        "--enough", type=float, default=math.inf, help="seconds of a configuration's bursts, after which none follows"
+    )
+    parser.add_argument("--at-once", type=_count, default=2, help="processes that are timed in alternation")
+    parser.add_argument(
+        "--spare-cores", action="store_true", help="they compile at the same time, on cores of their own; no row tells how long"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that compiling, or a burst, may take")
 
 

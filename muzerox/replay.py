@@ -8,15 +8,18 @@ donated state. Prioritized experience replay: Schaul et al., arXiv:1511.05952.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.experimental.compute_on import compute_on
+from jax.experimental import compute_on as experimental
 
 from muzerox.config import ReplayConfig
 from muzerox.types import Transition
+
+# jax 0.11 gave the second's name to the first.
+compute_on: Callable[..., Any] = getattr(experimental, "compute_on2", experimental.compute_on)
 
 SMALLEST_PRIORITY = 1e-3  # keeps every transition reachable
 
@@ -131,7 +134,9 @@ def _where_it_lies(function: Callable[..., jax.Array], ring: jax.Array, *args: j
     """``function(ring, *args)``, computed by the host where ``ring`` lies in its memory: only rows cross the bus."""
     if not _on_host(ring):
         return function(ring, *args)
-    return compute_on("device_host")(jax.jit(function))(ring, *jax.device_put(args, jax.memory.Space.Host))
+    host = jax.memory.Space.Host
+    by_host = compute_on(jax.jit(function), compute_type="device_host", out_memory_spaces=host)
+    return cast(jax.Array, by_host(ring, *jax.device_put(args, host)))
 
 
 def update_priority(config: ReplayConfig, state: ReplayState, start: Sample, error: jax.Array) -> ReplayState:

@@ -97,6 +97,7 @@ _MORE_ACTIONS = 16.0
 _LARGE_BYTES = 2e6  # of the arrays a layer makes, from where on cores share the work on them
 _LARGE_FLOPS = 1e7  # likewise, of a layer's product
 _AT_ONCE = 0.6  # of the networks' operations, where our own loop makes two simulations side by side
+_MOST_CONSIDERED = 16.0  # actions at the root, by default
 
 
 class Rates(NamedTuple):
@@ -159,7 +160,21 @@ class _Search(NamedTuple):
     tree_operations: Value  # likewise
 
 
-def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
+def _at_once(w: Workload, hardware: Rates) -> Value:
+    """Times the simulations of our own Gumbel search, how many evaluations follow one another: what goes side by side is one.
+
+    On processors no more than two do (``_AT_ONCE``). Elsewhere sequential halving visits what it considers side by side, half of
+    them in the next of its phases, which have as many simulations each; never where actions are masked, as those of boards are.
+    """
+    considered = jnp.clip(jnp.minimum(w.num_actions, w.num_simulations), 2.0, _MOST_CONSIDERED)
+    few = jnp.where(jnp.asarray(w.num_actions) <= 2.0, _AT_ONCE, 1.0)
+    halving = (1.0 - 1.0 / considered) / jnp.log2(considered)
+    unmasked = jnp.asarray(w.num_players) < 2.0
+    ours = (jnp.asarray(w.search_engine) == _FUSED) & (jnp.asarray(w.puct) <= 0.0)
+    return jnp.where(ours, jnp.where(hardware.on_host > 0.0, few, jnp.where(unmasked, halving, 1.0)), 1.0)
+
+
+def _search_cost(w: Workload, passes: _Passes, roots: Value, hardware: Rates) -> _Search:
     """Root inference, then one simulation after another: descend, expand with one recurrent inference, back up.
 
     mctx keeps a tree in arrays [roots, N+1, A] that a simulation copies, so that bytes grow with N squared; our own loop
@@ -169,7 +184,8 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
     depth = jnp.sqrt(2.0 * (simulations + 1.0) / w.num_actions)  # fitted with the rest of _TREES: deeper, the fewer actions
     fused, puct = jnp.asarray(w.search_engine) == _FUSED, jnp.asarray(w.puct) > 0.0
     tree = _Tree(*(jnp.where(fused, jnp.where(puct, d, c), jnp.where(puct, b, a)) for a, b, c, d in zip(*_TREES, strict=True)))
-    one_by_one = jnp.where(fused & ~puct & (jnp.asarray(w.num_actions) <= 2.0), _AT_ONCE, 1.0)
+    one_by_one = _at_once(w, hardware)
+    walks = jnp.where(hardware.on_host > 0.0, 1.0, one_by_one)  # down the tree and up; on processors they are part of _TREES
     # Expected values of two distributions over bins, and the prior.
     answer = passes.predict + _SOFTMAX_PASSES * (w.num_bins + w.num_actions)
     recurrent = passes.dynamics + answer + _SOFTMAX_PASSES * w.num_bins
@@ -185,7 +201,7 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value) -> _Search:
         statistic_bytes=4.0 * simulations * (statistics * (w.num_actions + _MORE_ACTIONS) + w.hidden_size),
         network_operations=_LAYER_OPERATIONS
         * (w.represent_layers + w.predict_layers + one_by_one * simulations * (w.dynamics_layers + w.predict_layers)),
-        tree_operations=simulations * (tree.operations + tree.level_operations * depth),
+        tree_operations=walks * simulations * (tree.operations + tree.level_operations * depth),
     )
 
 
@@ -238,7 +254,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     operation, dispatch = hardware.operation_seconds * small, hardware.dispatch_seconds * small
     roots = w.num_envs / w.search_split  # of a batch that is searched at once
     passes, learnt = _passes(w, hardware, _MOVED_PASSES), _passes(w, hardware, _LEARNER_MOVED_PASSES)
-    search, searches = _search_cost(w, passes, roots), 1.0 / roots  # batches searched one after the other, a step
+    search, searches = _search_cost(w, passes, roots, hardware), 1.0 / roots  # batches searched one after the other, a step
     updates = w.replay_ratio / w.batch_size  # a step
     positions = w.unroll_steps + 1.0
     again_roots = w.reanalyze_fraction * w.batch_size * positions
@@ -270,7 +286,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
 
     refreshed = w.reanalyze_fraction * w.replay_ratio * positions  # roots searched again, a step
     refreshing = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # searches a step
-    again = _search_cost(w, passes, again_roots)
+    again = _search_cost(w, passes, again_roots, hardware)
     simulated = jnp.where(jnp.asarray(w.host_step_seconds) > 0.0, 0.0, 1.0)  # by a program
     seconds = (
         multiplying(search.flops, roots),

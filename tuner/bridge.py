@@ -162,6 +162,17 @@ def valid(config: Config, path: str, value: Any, platform: str) -> bool:
     return True
 
 
+def cycle_of(config: Config) -> int:
+    """Updates of the shortest burst. Rows are made every so many updates: a burst of whole cycles holds its share of both."""
+    rows = config.runtime.num_envs * config.selfplay_workers
+    cycle = max(1, math.ceil(rows / float(config.train.batch_size / config.replay_ratio)))
+    if config.runtime.kind != "sebulba":
+        return cycle
+    # Whole dispatches, and several: the first of a burst and its last overlap with nothing.
+    loop_count = config.runtime.loop_count
+    return loop_count * max(_LEAST_DISPATCHES, math.ceil(cycle / loop_count))
+
+
 class Session:
     """A training in progress that is timed in bursts. It writes nothing but the compilation cache. Close it."""
 
@@ -186,13 +197,9 @@ class Session:
         # Saving a checkpoint copies the state: a training needs that much more than the bursts that are timed here.
         self._saved_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
         self._steps_an_update = float(config.train.batch_size / config.replay_ratio)
-        # Rows are made every so many updates: a burst of whole cycles holds its share of both.
-        self._cycle = max(1, math.ceil(config.runtime.num_envs * config.selfplay_workers / self._steps_an_update))
+        self._cycle = cycle_of(config)
         self._lead = 0  # updates before a burst is timed
         if self._threaded:
-            # Whole dispatches, and several: the first of a burst and its last overlap with nothing.
-            loop_count = config.runtime.loop_count
-            self._cycle = loop_count * max(_LEAST_DISPATCHES, math.ceil(self._cycle / loop_count))
             # While nobody learns, threads run ahead until queues are full. It takes as long until they are as in a training.
             self._lead = make_window(config)
         self._run(1, 2 if self._threaded else 1)  # the second batch under threads has to be played for
