@@ -12,6 +12,7 @@ import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from common import finish, make_console, make_parser, use_device
 from rich.table import Table
 
 ENVS = ("gymnax:CartPole-v1", "pgx:tic_tac_toe", "gymnasium:CartPole-v1", "gymnasium:Acrobot-v1")  # both runtimes
+FEWEST_ROUNDS = 5
 NOTHING = 1.05  # times the speed of a start: where the best known is no faster than that there is nothing to recover
 
 
@@ -72,14 +74,18 @@ def tune_once(start: Any, budget: str, out: Path) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def compare(results: Sequence[Any], further: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
-    """Of each tuning its start, what it made of it and the fastest there is among all and ``further``'s, in one alternation."""
+def compare(results: Sequence[Any], further: Sequence[Any], rounds: int, minutes: float) -> list[dict[str, Any]]:
+    """Of each tuning its start, what it made of it and the fastest there is among all and ``further``'s, in one alternation.
+
+    Of threads, a round of all can take minutes: after FEWEST_ROUNDS none begins that would end after so many ``minutes``.
+    """
     from predictor import Outcome
     from tuner.measure import measure_in_alternation, paired_ratio
 
     ends = [result.config for result in (*results, *further)]
     configs = list({repr(config): config for config in (*(result.start for result in results), *ends)}.values())
-    found = measure_in_alternation(configs, hardware=results[0].hardware, rounds=rounds)
+    until = time.monotonic() + 60.0 * minutes
+    found = measure_in_alternation(configs, hardware=results[0].hardware, rounds=rounds, fewest=FEWEST_ROUNDS, until=until)
     failed = [f"{one.outcome}: {one.error}" for one in found if one.outcome != Outcome.OK]
     if failed:
         sys.exit(f"comparing: {failed[0]}")
@@ -96,6 +102,7 @@ def compare(results: Sequence[Any], further: Sequence[Any], rounds: int) -> list
                 "best_env_steps_per_second": best.env_steps_per_second,
                 "ratio": ratio,
                 "best_over_start": there_is,
+                "rounds": len(base.repeats),
                 "recovered": math.log(ratio) / math.log(there_is) if there_is > NOTHING else None,
             }
         )
@@ -120,7 +127,8 @@ def main() -> None:
     parser.add_argument("--budget", default="5m")
     parser.add_argument("--long", metavar="BUDGET", help="of one more tuning from the preset, for the best known")
     parser.add_argument("--random-starts", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=41, help="of the comparison")
+    parser.add_argument("--rounds", type=int, default=41, help="of the comparison, at most")
+    parser.add_argument("--minutes", type=float, default=20.0, help="that the comparison may take, about")
     parser.add_argument("--out", type=Path, help="folder for the tunings, kept and continued (default: a temporary one)")
     args = parser.parse_args()
     use_device(args.device)
@@ -138,7 +146,7 @@ def main() -> None:
         further = []
         if args.long:
             further = [tune_once(Config.preset(env), args.long, folder / f"{env.replace(':', '_')}-long")[0]]
-        for row, compared in zip(own.values(), compare(results, further, args.rounds), strict=True):
+        for row, compared in zip(own.values(), compare(results, further, args.rounds, args.minutes), strict=True):
             row |= compared
         rows |= own
     show(rows)

@@ -163,15 +163,31 @@ class _Search(NamedTuple):
 def _at_once(w: Workload, hardware: Rates) -> Value:
     """Times the simulations of our own Gumbel search, how many evaluations follow one another: what goes side by side is one.
 
-    On processors no more than two do (``_AT_ONCE``). Elsewhere sequential halving visits what it considers side by side, half of
-    them in the next of its phases, which have as many simulations each; never where actions are masked, as those of boards are.
+    On processors no more than two do (``_AT_ONCE``); elsewhere all that can, but where actions are masked, as boards' are.
     """
-    considered = jnp.clip(jnp.minimum(w.num_actions, w.num_simulations), 2.0, _MOST_CONSIDERED)
-    few = jnp.where(jnp.asarray(w.num_actions) <= 2.0, _AT_ONCE, 1.0)
-    halving = (1.0 - 1.0 / considered) / jnp.log2(considered)
-    unmasked = jnp.asarray(w.num_players) < 2.0
     ours = (jnp.asarray(w.search_engine) == _FUSED) & (jnp.asarray(w.puct) <= 0.0)
-    return jnp.where(ours, jnp.where(hardware.on_host > 0.0, few, jnp.where(unmasked, halving, 1.0)), 1.0)
+    few = jnp.where(jnp.asarray(w.num_actions) <= 2.0, _AT_ONCE, 1.0)
+    all_that_can = jnp.where(jnp.asarray(w.num_players) < 2.0, halving_rounds(w) / w.num_simulations, 1.0)
+    return jnp.where(ours, jnp.where(hardware.on_host > 0.0, few, all_that_can), 1.0)
+
+
+def halving_rounds(w: Workload) -> Value:
+    """Rounds of simulations of sequential halving that go side by side, [...], as our own search makes them.
+
+    Phases have as many simulations each, one a considered action at least, and half the actions of the phase before.
+    A visit of all is one round; the first after a halving goes one by one, as what is left depends on what was found.
+    """
+    simulations = jnp.asarray(w.num_simulations)
+    considered = jnp.clip(jnp.minimum(w.num_actions, _MOST_CONSIDERED), 2.0)
+    phases = jnp.ceil(jnp.log2(considered))
+    left, rounds, before = simulations, jnp.zeros_like(simulations), considered
+    for _ in range(4):  # 16 actions, 8, 4, 2
+        visits = jnp.maximum(1.0, jnp.floor(simulations / (phases * considered)))
+        made = jnp.minimum(left, visits * considered)
+        one_by_one = jnp.where(considered < before, jnp.minimum(considered, made), 0.0)
+        rounds = rounds + one_by_one + jnp.ceil((made - one_by_one) / considered)
+        left, before, considered = left - made, considered, jnp.maximum(2.0, jnp.floor(considered / 2.0))
+    return rounds + left / 2.0
 
 
 def _search_cost(w: Workload, passes: _Passes, roots: Value, hardware: Rates) -> _Search:
