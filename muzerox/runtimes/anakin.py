@@ -149,7 +149,9 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     )
 
     # The number of updates is an argument: fusing more or fewer of them compiles nothing.
-    compiled = compile_beside(jit_dispatch, example, jax.ShapeDtypeStruct((), jnp.int32))
+    # With shardings: without, what lies in the host's memory is traced as if it lay on the device.
+    placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), example, shardings)
+    compiled = compile_beside(jit_dispatch, placed, jax.ShapeDtypeStruct((), jnp.int32))
 
     def run(state: RunState, n: int, loop_count: int = config.runtime.loop_count) -> tuple[RunState, Report]:
         state = jax.device_put(state, shardings)  # moves nothing unless the state was just restored

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from toys import counting_env, small_config
 
+from muzerox import replay
 from muzerox.algorithms import make_algorithm
 from muzerox.config import Config
 from muzerox.envs import make_env
@@ -128,9 +129,19 @@ def test_portions_change_nothing() -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def test_a_replay_in_the_memory_of_the_host_changes_nothing() -> None:
-    runtimes = [cartpole(8), cartpole(8, placement="host")]
-    (near, (report,)), (far, (report_far,)) = (_run(runtime, [2]) for runtime in runtimes)
+def test_a_replay_in_the_memory_of_the_host_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[str] = []
+
+    def compute_on(function: Any, **options: Any) -> Any:
+        computed.append(options["compute_type"])
+        return by_host(function, **options)
+
+    by_host = replay.compute_on
+    monkeypatch.setattr(replay, "compute_on", compute_on)
+    near, (report,) = _run(cartpole(8), [2])
+    assert not computed
+    far, (report_far,) = _run(cartpole(8, placement="host"), [2])
+    assert set(computed) == {"device_host"}  # its rows are written and read there, by the program that trains
     assert report == report_far
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(far.replay.storage)} == {"pinned_host"}
     assert far.replay.priority.sharding.memory_kind == near.replay.priority.sharding.memory_kind == "device"
