@@ -81,7 +81,7 @@ def choices_of(task: Task, hardware: Any) -> dict[str, tuple[Any, ...]]:
     axes = dict(task.axes)
     if hardware.platform != "cpu":
         axes |= {name: axes[name] + more for name, more in _MORE.items()}
-    fewest = 1 if hardware.platform == "cpu" else 2  # compiling for an accelerator takes one core a minute
+    fewest = 1 if hardware.platform == "cpu" else 2  # one would compile for an accelerator for long
     cores = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if fewest <= n <= hardware.cores]
     return axes | {"allocation.cores": tuple(cores), "allocation.memory_gib": (None,) * 6 + _MEMORY[hardware.platform]}
 

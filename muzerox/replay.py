@@ -18,7 +18,7 @@ from jax.experimental import compute_on as experimental
 from muzerox.config import ReplayConfig
 from muzerox.types import Transition
 
-# jax 0.11 gave the second's name to the first.
+# Of two functions jax 0.11 keeps the second, by the name of the first.
 compute_on: Callable[..., Any] = getattr(experimental, "compute_on2", experimental.compute_on)
 
 SMALLEST_PRIORITY = 1e-3  # keeps every transition reachable

@@ -11,11 +11,6 @@ from muzerox import Config, evaluate_run, train
 pytestmark = pytest.mark.slow
 
 
-def seeds(count: int, *, first: int) -> list[object]:
-    """So many seeds; those after the ``first`` few are of a run of all tests, CI leaves them out."""
-    return [pytest.param(seed, marks=() if seed < first else pytest.mark.seeds) for seed in range(count)]
-
-
 def solve_cartpole(out: Path, **changes: object) -> float:
     """Mean return of 100 fresh episodes after training with the preset and ``changes``."""
     config = Config.preset("gymnax:CartPole-v1").replace({key.replace("__", "."): value for key, value in changes.items()})
@@ -24,13 +19,13 @@ def solve_cartpole(out: Path, **changes: object) -> float:
     return evaluate_run(out, episodes=100, seed=1000 + config.seed).mean_return
 
 
-@pytest.mark.parametrize("seed", seeds(5, first=3))
+@pytest.mark.parametrize("seed", range(5))
 def test_cartpole_is_solved(tmp_path: Path, seed: int) -> None:
     assert solve_cartpole(tmp_path / "run", seed=seed) >= 475
 
 
 @pytest.mark.parametrize("level", ["O1", "O1_float16", "O2"])
-@pytest.mark.parametrize("seed", seeds(3, first=1))
+@pytest.mark.parametrize("seed", range(3))
 def test_cartpole_is_solved_in_mixed_precision(tmp_path: Path, level: str, seed: int) -> None:
     assert solve_cartpole(tmp_path / "run", seed=seed, precision__level=level) >= 475
 
