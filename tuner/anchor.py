@@ -1,5 +1,7 @@
 """A process that stays alive beside what is measured after it, which is told as of when the first was measured.
 
+Between its bursts it is stopped, and disturbs nobody. In the end it is what the best is compared with.
+
 Machines that others share are slower by a half for minutes, and two measurements one after the other differ by a tenth; in
 alternation with one and the same process they differ by half of that (benchmarks/README.md).
 """
@@ -23,7 +25,8 @@ class Anchor:
     def __init__(self, *, hardware: Hardware, say: Callable[[str], None]):
         self._hardware, self._say = hardware, say
         self._timing: Timing | None = None
-        self._reference: Reference | None = None  # the same process while it is of use to others
+        self._kept = False  # it is alive, as far as is known
+        self._reference: Reference | None = None  # the same process while others are measured beside it
 
     def __enter__(self) -> Anchor:
         return self
@@ -33,14 +36,14 @@ class Anchor:
 
     def close(self) -> None:
         """Ends the process; it may have ended before."""
-        self._reference = None
+        self._kept, self._reference = False, None
         if self._timing is not None:
             self._timing.worker.stop()
 
     def measure(
         self, config: Config, *, seconds: float, enough: float, loop_counts: Sequence[int], timeout: float
     ) -> list[Measurement]:
-        """Measures a configuration, as :func:`tuner.measure.measure_config` does. Of no use to others, its process ends."""
+        """Measures a configuration, as :func:`tuner.measure.measure_config` does. Where it may not stay, its process ends."""
         timing = self._start(config, timeout)
         (found,) = measure_timings([timing], [loop_counts], Bursts(REPEATS, seconds, enough))
         self._keep(timing, found[0])
@@ -51,29 +54,42 @@ class Anchor:
 
         Where another process measured the start, ``config``, as ``known``, one is started, and what follows is told as of then.
         """
-        if self._timing is None and self._suits(config, known):
+        if self._timing is None and self._suits(known):
             self._keep(self._start(config, timeout), known)
         if self._reference is not None and (failure := self._reference.timing.failure) is not None:
             self._say(f"the start's process has ended ({failure}): nothing is measured beside it any more")
             self.close()
         return self._reference
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the process is alive, as far as is known."""
+        return self._kept and self._timing is not None and self._timing.failure is None and self._timing.worker.is_alive
+
+    def timed_anew(self) -> Timing | None:
+        """The process, as if nothing had been timed in it; None where it is not up."""
+        if not self.is_up or self._timing is None:
+            return None
+        self._timing.forget()
+        return self._timing
+
     def _start(self, config: Config, timeout: float) -> Timing:
         self._timing = Timing(config, hardware=self._hardware, timeout=timeout)
         self._timing.wait()
         return self._timing
 
-    def _suits(self, config: Config, known: Measurement) -> bool:
+    def _suits(self, known: Measurement) -> bool:
         """Whether its process may stay beside others, by what was measured of it."""
         # What has an accelerator has its memory, and is not shared with strangers.
         fits = self._hardware.platform == "cpu" and (known.peak_bytes or math.inf) <= _MEMORY * self._hardware.memory_bytes
-        # Threads would have to rest between bursts, and may not come to rest at all.
-        return known.outcome == Outcome.OK and fits and config.runtime.kind != "sebulba"
+        return known.outcome == Outcome.OK and fits
 
     def _keep(self, timing: Timing, known: Measurement) -> None:
-        shortest = timing.ready.get("warmup_seconds", math.inf)  # of its bursts: a cycle of acting and learning
         then = known.seconds_per_env_step
-        if then is not None and self._suits(timing.config, known) and timing.failure is None and shortest <= _LONGEST_BURST:
-            self._reference = Reference(timing, then)
-        else:
+        if then is None or not self._suits(known) or timing.failure is not None:
             self.close()
+            return
+        self._kept = True
+        # The shortest of its bursts is a cycle of acting and learning, which it made to warm up.
+        if timing.ready.get("warmup_seconds", math.inf) <= _LONGEST_BURST:
+            self._reference = Reference(timing, then)

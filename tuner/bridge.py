@@ -188,8 +188,9 @@ class Session:
         env = make_env(config.env)
         config = resolve_kind(config, env)
         self._threaded = config.runtime.kind == "sebulba"
-        if self._threaded:  # near its end self-play would no longer run ahead
-            config = config.replace("train.max_env_steps", 2_000_000_000)
+        if self._threaded:
+            # Near its end self-play would no longer run ahead; and who measures may stop this process within a step.
+            config = config.replace({"train.max_env_steps": 2_000_000_000, "runtime.step_timeout": 1e6})
         self.config = config
         self._runtime = make_runtime(config, env, make_algorithm(config, env.spec))
         # Playing the first rows can take minutes, and tells nothing of the pace that follows.
@@ -198,18 +199,16 @@ class Session:
         self._saved_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
         self._steps_an_update = float(config.train.batch_size / config.replay_ratio)
         self._cycle = cycle_of(config)
-        self._lead = 0  # updates before a burst is timed
-        if self._threaded:
-            # While nobody learns, threads run ahead until queues are full. It takes as long until they are as in a training.
-            self._lead = make_window(config)
         self._run(1, 2 if self._threaded else 1)  # the second batch under threads has to be played for
         self.compile_seconds = time.perf_counter() - start
         self._meter, _ = energy.find_meter(jax.default_backend())
         before = time.perf_counter()
-        self._run(1, self._lead + self._cycle)  # once more, so that no first use of anything is timed
-        self._seconds_an_update = (time.perf_counter() - before) / (self._lead + self._cycle)
+        # Once more, so that no first use of anything is timed. Threads ran ahead while nobody learnt, until queues were full: it
+        # takes as long until they are as in a training.
+        updates = self._cycle + (make_window(config) if self._threaded else 0)
+        self._run(1, updates)
         self.warmup_seconds = time.perf_counter() - before
-        self._resting = True  # the first burst is asked for when others are up, too
+        self._seconds_an_update = self.warmup_seconds / updates
 
     def close(self) -> None:
         """Ends threads and environments."""
@@ -226,19 +225,18 @@ class Session:
             self._meter = None
             return None
 
-    def burst(self, seconds: float, loop_count: int, rest: bool = True) -> dict[str, Any]:
+    def burst(self, seconds: float, loop_count: int) -> dict[str, Any]:
         """Trains for about ``seconds`` in dispatches of ``loop_count`` updates, in whole cycles of acting and learning.
 
         The last dispatch makes what is left; where not even one fits, it is the only one: next to it, dispatching costs nothing.
-        Under sebulba dispatches are of the configured size. Without ``rest`` threads are left at work: the next burst, which has
-        to follow at once, goes on from where this one ended.
+        Under sebulba dispatches are of the configured size, and threads stay at work after a burst: the next goes on from where
+        this one ended, if it follows at once or the process is stopped in between.
         """
         cycles = max(1, round(seconds / max(self._seconds_an_update, 1e-9) / self._cycle))
         updates = cycles * self._cycle
         if self._threaded:
+            self._run(1, self.config.runtime.loop_count)  # who waited while nobody learnt has stopped
             loop_count = updates  # asked for at once
-            if self._resting:
-                self._run(1, self._lead)
         whole, remainder = divmod(updates, loop_count)
         self._joules()
         cpu, wall = usage.cpu_seconds(), time.perf_counter()
@@ -250,9 +248,6 @@ class Session:
         joules = self._joules()
         self._seconds_an_update = wall / updates
         losses = self._report.metrics.get("loss", math.nan)
-        self._resting = rest
-        if self._threaded and rest:
-            _come_to_rest()
         return {
             "wall_seconds": wall,
             "seconds_per_env_step": wall / (updates * self._steps_an_update),
@@ -278,16 +273,6 @@ def _pipeline_figures(pipeline: dict[str, float], wall: float) -> dict[str, Any]
         if name.startswith("wait_") and name.endswith("_seconds")
     }
     return {**ages, "waits": waits}
-
-
-def _come_to_rest(most: float = 10.0) -> None:
-    """Returns when threads have filled their queues and wait: what they still do would disturb whoever is timed next."""
-    end = time.monotonic() + most
-    while time.monotonic() < end:
-        before = usage.cpu_seconds()
-        time.sleep(0.03)
-        if usage.cpu_seconds() - before < 0.003:
-            return
 
 
 def _device_peak_bytes() -> float | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config
 from tuner.history import Trial
-from tuner.measure import clearly_faster, measure_in_alternation, paired_ratio
+from tuner.measure import Timing, clearly_faster, measure_in_alternation, paired_ratio
 
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
 # A trial alone is off by what the machine does meanwhile: played back with such noise, the best of the four fastest was from as
@@ -44,26 +44,30 @@ def finalists(trials: Sequence[Trial], program: Callable[[Trial], Hashable], cos
     return sorted(by_program.values(), key=lambda t: cost(t.measurement))[:FINALISTS]
 
 
-def reserved(trials: Sequence[Trial], burst: float, budget: float) -> float:
-    """Seconds to keep for comparing the start, the first of ``trials``, with others, or with one that is yet to be found."""
-    return _shortest(trials[: 1 + RESERVED], burst, budget)
+def reserved(trials: Sequence[Trial], burst: float, budget: float, *, up: bool) -> float:
+    """Seconds to keep for comparing the start, the first of ``trials``, with others, or with one that is yet to be found.
+
+    ``up``: the start's process is alive.
+    """
+    return _shortest(trials[: 1 + RESERVED], burst, budget, up)
 
 
-def plan(trials: Sequence[Trial], burst: float, budget: float, left: float) -> tuple[int, int]:
+def plan(trials: Sequence[Trial], burst: float, budget: float, left: float, *, up: bool) -> tuple[int, int]:
     """How many rivals to compare, at least one of those after the first of ``trials``, and for how many rounds at least.
 
     Args:
       burst: seconds of a timed burst, about.
       budget: seconds of the tuning.
       left: of these.
+      up: the start's process is alive.
     """
     rivals = len(trials) - 1
     while rivals > 1:
         compared = trials[: 1 + rivals]
-        if _shortest(compared, burst, budget) <= left and _fit_together(compared):
+        if _shortest(compared, burst, budget, up) <= left and _fit_together(compared):
             break
         rivals -= 1
-    _, a_round = _seconds(trials[: 1 + rivals], burst)
+    _, a_round = _seconds(trials[: 1 + rivals], burst, up)
     return rivals, _fewest_rounds(a_round, budget)
 
 
@@ -72,9 +76,9 @@ def _fewest_rounds(a_round: float, budget: float) -> int:
     return int(min(MIN_ROUNDS, max(LONG_ROUNDS, SHARE * budget / a_round)))
 
 
-def _shortest(trials: Sequence[Trial], burst: float, budget: float) -> float:
+def _shortest(trials: Sequence[Trial], burst: float, budget: float, up: bool) -> float:
     """Seconds that comparing all of them takes at least."""
-    ready, a_round = _seconds(trials, burst)
+    ready, a_round = _seconds(trials, burst, up)
     return ready + _fewest_rounds(a_round, budget) * a_round
 
 
@@ -89,14 +93,14 @@ def _fit_together(trials: Sequence[Trial]) -> bool:
     return host <= _ROOM * hardware.memory_bytes and on_device
 
 
-def _seconds(trials: Sequence[Trial], burst: float) -> tuple[float, float]:
+def _seconds(trials: Sequence[Trial], burst: float, up: bool) -> tuple[float, float]:
     """Until all are up, the end's included, and of a round of their bursts."""
     measured = [trial.measurement for trial in trials]
     ready = [_STARTING + (1.0 if m.from_cache else _FROM_CACHE) * (m.compile_seconds or 0.0) for m in measured]
     bursts = [max(burst, m.warmup_seconds or 0.0) for m in measured]
     if len(trials) == 1:
         ready, bursts = 2 * ready, [bursts[0], max(burst, _RIVAL * bursts[0])]
-    return sum(ready) + _FINISHING, sum(bursts)
+    return sum(ready[1:] if up else ready) + _FINISHING, sum(bursts)
 
 
 def compare(
@@ -109,6 +113,7 @@ def compare(
     seconds: float,
     price: Price,
     rent: Price,
+    up: Timing | None = None,
 ) -> Comparison | None:
     """Measures ``rivals`` against ``start``, all alive, burst by burst; None when the start did not run.
 
@@ -117,10 +122,11 @@ def compare(
       seconds: of a burst.
       rent: what a second of a configuration counts as.
       price: what it pays beside, as a share of its time.
+      up: a process of the start, which stays up.
     """
     until = time.monotonic() + left - _FINISHING
     base, *measured = measure_in_alternation(
-        [start, *rivals], hardware=hardware, rounds=MAX_ROUNDS, fewest=fewest, until=until, seconds=seconds
+        [start, *rivals], hardware=hardware, rounds=MAX_ROUNDS, fewest=fewest, until=until, seconds=seconds, up=up
     )
     if base.outcome != Outcome.OK:
         return None

@@ -9,6 +9,7 @@ import numpy as np
 
 from predictor import Measurement
 from tuner import balance, comparison, corrections, resources
+from tuner.anchor import Anchor
 from tuner.bridge import Config
 from tuner.comparison import MIN_GAIN
 from tuner.history import Trial
@@ -27,11 +28,15 @@ class Ending:
 
     Args:
       most: [R], what a training can be given, as :func:`tuner.corrections.begin` tells.
+      anchor: has the start's process, where it stayed.
       elapsed: tells the seconds spent on the tuning so far.
     """
 
-    def __init__(self, task: Task, proposer: Proposer, levels: Levels, most: np.ndarray, elapsed: Callable[[], float]):
-        self._task, self._proposer, self._levels, self._most, self._elapsed = task, proposer, levels, most, elapsed
+    def __init__(
+        self, task: Task, proposer: Proposer, levels: Levels, most: np.ndarray, anchor: Anchor, elapsed: Callable[[], float]
+    ):
+        self._task, self._proposer, self._levels, self._most = task, proposer, levels, most
+        self._anchor, self._elapsed = anchor, elapsed
 
     def value(self, trial: Trial) -> float:
         """Seconds an environment step as they count; infinite where it failed."""
@@ -44,7 +49,8 @@ class Ending:
 
     def reserved(self, trials: Sequence[Trial]) -> float:
         """Seconds to keep for comparing the best of ``trials`` with the start."""
-        return comparison.reserved([trials[0], *self._finalists(trials)], self._task.burst, self._task.budget)
+        measured, task = [trials[0], *self._finalists(trials)], self._task
+        return comparison.reserved(measured, task.burst, task.budget, up=self._anchor.is_up)
 
     def _finalists(self, trials: Sequence[Trial]) -> list[Trial]:
         trusted, space = self._levels.trusted(trials), self._task.space
@@ -57,7 +63,7 @@ class Ending:
             task.progress.say("nothing ran beside the start; a larger budget may find more")
             return self.result(trials, start, start.measurement, start.measurement, finished=True)
         measured, left = [start, *finalists], task.budget - self._elapsed()
-        rivals, fewest = comparison.plan(measured, task.burst, task.budget, left)
+        rivals, fewest = comparison.plan(measured, task.burst, task.budget, left, up=self._anchor.is_up)
         task.progress.say(f"comparing the best {rivals} with the start in alternation, at least {fewest} rounds")
         # The start as it was measured: with every core and all the memory it asked for.
         configs = [Config.from_dict(trial.config) for trial in measured[: 1 + rivals]]
@@ -70,7 +76,9 @@ class Ending:
             seconds=task.burst,
             price=self._proposer.price,
             rent=self._proposer.rent,
+            up=self._anchor.timed_anew(),
         )
+        self._anchor.close()
         if found is None:
             return self.interrupted(trials)
         best = start if found.chosen is None else finalists[found.chosen]

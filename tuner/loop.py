@@ -129,8 +129,8 @@ class _Tuning:
         an_update = task.staleness_price / start.train.target_period
         self.proposer = Proposer(self.space, self.hardware, taught, jax.random.key(task.seed), an_update, task.goal)
         self.levels = Levels(start, self.hardware, folder, self.progress.say)
-        self.ending = Ending(task, self.proposer, self.levels, self.most, self.elapsed)
         self.anchor = self.progress.enter(Anchor(hardware=self.hardware, say=self.progress.say))
+        self.ending = Ending(task, self.proposer, self.levels, self.most, self.anchor, self.elapsed)
 
     @property
     def predictor(self) -> RuntimePredictor:
@@ -167,7 +167,6 @@ class _Tuning:
             if len(self.trials) == before and (told := self.ending.told(self.trials)) is not None:
                 self.progress.say(f"{self.task.folder.path} has already spent its budget; go on with a larger one")
                 return told
-            self.anchor.close()
             return self.ending.compare(self.trials)
         except KeyboardInterrupt:
             if not self.trials or self.trials[0].seconds is None:

@@ -46,8 +46,8 @@ class Timing:
             except WorkerFailed as failure:
                 self._failed(failure)
 
-    def burst(self, seconds: float, loop_count: int | None = None, *, rest: bool = True) -> float | None:
-        """One timed burst, by default at the configuration's loop_count. Without ``rest`` another has to follow at once.
+    def burst(self, seconds: float, loop_count: int | None = None) -> float | None:
+        """One timed burst, by default at the configuration's loop_count.
 
         Returns the seconds that an environment step took; None where it has failed.
         """
@@ -55,7 +55,7 @@ class Timing:
         if self.failure is not None:
             return None
         try:
-            burst = self.worker.ask(seconds=seconds, loop_count=loop_count, rest=rest)
+            burst = self.worker.ask(seconds=seconds, loop_count=loop_count)
         except WorkerFailed as failure:
             self._failed(failure)
             return None
@@ -70,6 +70,10 @@ class Timing:
     def timed(self, loop_count: int) -> float:
         """Seconds that its bursts took so far."""
         return sum(burst["wall_seconds"] for burst in self.bursts.get(loop_count, []))
+
+    def forget(self) -> None:
+        """As if it had just begun, and was up at once: what it measures from now on is told alone."""
+        self.started, self.bursts = time.monotonic(), {}
 
     def _failed(self, failure: WorkerFailed) -> None:
         self.failure = failure
@@ -188,15 +192,17 @@ def measure_in_alternation(
     until: float = math.inf,
     seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
+    up: Timing | None = None,
 ) -> list[Measurement]:
     """Measures configurations against one another: all alive, one burst each a round, in an order that turns.
 
     ``repeats`` of the results are paired: the n-th of each belong to the same round. After ``fewest`` rounds none begins
-    that would end after ``until``, by ``time.monotonic()``, if it took as long as those before.
+    that would end after ``until``, by ``time.monotonic()``, if it took as long as those before. ``up``: a process of the first
+    that is up already, and stays so.
     """
     bursts = Bursts(rounds, seconds, fewest=fewest, until=until)
     group = [(config, ()) for config in configs]
-    return [first for first, *_ in measure_group(group, bursts, hardware=hardware, timeout=timeout)]
+    return [first for first, *_ in measure_group(group, bursts, hardware=hardware, timeout=timeout, up=up)]
 
 
 def measure_beside(
@@ -243,23 +249,26 @@ def measure_group(
     hardware: Hardware,
     timeout: float = TIMEOUT,
     reference: Reference | None = None,
+    up: Timing | None = None,
 ) -> list[list[Measurement]]:
     """The same of configurations that are each measured at further loop counts too, in their own processes.
 
     Args:
       group: configurations, and the loop counts beside their own.
+      up: a process of the first that is up already, and stays so.
 
     Returns:
       For each configuration its Measurement, and one for each further loop count.
     """
-    timings: list[Timing] = []
+    lent = [] if up is None else [up]
+    ours: list[Timing] = []
     try:
-        for config, _ in group:
-            timings.append(Timing(config, hardware=hardware, timeout=timeout))
-            timings[-1].wait()  # one after the other: two compilations at once would fight for the cores
-        return measure_timings(timings, [counts for _, counts in group], bursts, reference)
+        for config, _ in group[len(lent) :]:
+            ours.append(Timing(config, hardware=hardware, timeout=timeout))
+            ours[-1].wait()  # one after the other: two compilations at once would fight for the cores
+        return measure_timings([*lent, *ours], [counts for _, counts in group], bursts, reference)
     finally:
-        for timing in timings:
+        for timing in ours:
             timing.worker.stop()
 
 
@@ -275,7 +284,6 @@ def measure_timings(
         for timing, further in zip(timings, loop_counts, strict=True)
     ]
     beside: list[float] = []  # seconds an environment step of the reference, by round
-    alone = len(timings) == 1 and reference is None
     began = time.monotonic()
     for index in range(bursts.rounds):
         now = time.monotonic()
@@ -293,7 +301,7 @@ def measure_timings(
         if turns and reference is not None and (took := reference.timing.burst(bursts.seconds)) is not None:
             beside.append(took)
         for timing, loop_count in turns:
-            timing.burst(bursts.seconds, loop_count, rest=not alone)
+            timing.burst(bursts.seconds, loop_count)
     found = [[timing.measurement(n) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
     if reference is None or reference.timing.failure is not None or not beside:
         return found

@@ -29,6 +29,9 @@ class WorkerFailed(RunFailed):
 class Worker:
     """A subprocess of ``tuner.worker``. Use as a context manager; it is dead after the block.
 
+    From an answer to the next request it is stopped, as by SIGSTOP: its threads, at whatever they were, disturb nobody who is
+    timed meanwhile, and go on from there. Simulators in processes of their own wait for it.
+
     Args:
       request: the first request.
       timeout: seconds an answer may take.
@@ -66,8 +69,7 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the process; it may have ended before."""
-        if self._process.poll() is None:
-            self.kill()
+        self._signal(signal.SIGKILL)
         self._process.wait()
         self._selector.close()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
@@ -81,9 +83,18 @@ class Worker:
         """The process."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended; it may be stopped."""
+        return self._process.poll() is None
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends the worker a signal."""
         os.killpg(self._process.pid, number)
+
+    def _signal(self, number: int) -> None:
+        if self.is_alive:
+            self.kill(number)
 
     def _send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -92,6 +103,7 @@ class Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             self._died()
+        self._signal(signal.SIGCONT)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Sends a request and waits for its answer. Raises WorkerFailed."""
@@ -118,6 +130,7 @@ class Worker:
             raise WorkerFailed(Outcome.CRASHED, f"its answer is none: {line[:80]!r}")
         if "outcome" in fields:
             raise WorkerFailed(Outcome(fields["outcome"]), fields["error"])
+        self._signal(signal.SIGSTOP)
         return fields
 
     def _died(self) -> None:

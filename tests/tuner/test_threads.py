@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, W
 from tuner import comparison
 from tuner.bridge import Config, Session, concrete
 from tuner.history import Trial, TuneDir, shared_measurements
-from tuner.measure import measure_config
+from tuner.measure import Timing, measure_config
 from tuner.neighbourhood import space_around
 from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, cost, energy, excluded, price
 from tuner.report import pipeline_row, wait_rows
@@ -80,19 +81,33 @@ def test_processor_seconds_of_children_count() -> None:
     assert 0.45 < used < 5.0
 
 
-def test_a_session_is_at_rest_between_bursts(tiny_threads: Config) -> None:
-    """Else its threads would disturb what is timed in alternation with it."""
-    session = Session(concrete(tiny_threads, "cpu"))
+def test_who_is_not_asked_is_stopped(tiny_threads: Config, machine: Hardware) -> None:
+    """Else its threads would disturb what is timed in alternation with it; and that they stood still is none of their waits."""
+    timing = Timing(tiny_threads, hardware=machine, timeout=120.0)
     try:
-        session.burst(0.1, tiny_threads.runtime.loop_count)
-        before = time.process_time()
-        time.sleep(0.3)
-        assert time.process_time() - before < 0.1
+        timing.wait()
+        stat = Path(f"/proc/{timing.worker.pid}/stat")
+
+        def state() -> str:
+            return stat.read_text().rpartition(")")[2].split()[0]
+
+        for _ in range(6):
+            time.sleep(0.05)
+            assert state() == "T"
+            used = stat.read_text().rpartition(")")[2].split()[11:13]
+            time.sleep(0.4)
+            assert stat.read_text().rpartition(")")[2].split()[11:13] == used
+            assert timing.burst(0.05) is not None, timing.failure
+        found = timing.measurement()
     finally:
-        session.close()
+        timing.worker.stop()
+    assert found.outcome == Outcome.OK
+    threads = tiny_threads.runtime.selfplay_workers + tiny_threads.runtime.cpu_actors
+    assert found.waits
+    assert all(0.0 <= share <= threads + 0.01 for share in found.waits.values()), found.waits
 
 
-def test_bursts_that_follow_one_another_need_no_run_up(tiny_threads: Config) -> None:
+def test_a_burst_has_a_dispatch_before_it(tiny_threads: Config) -> None:
     session = Session(concrete(tiny_threads, "cpu"))
     made: list[int] = []
     run = session._run
@@ -103,13 +118,12 @@ def test_bursts_that_follow_one_another_need_no_run_up(tiny_threads: Config) -> 
 
     session._run = counted  # type: ignore[method-assign]
     try:
-        found = [session.burst(0.05, tiny_threads.runtime.loop_count, rest=rest) for rest in (False, False, True, True)]
+        found = [session.burst(0.05, tiny_threads.runtime.loop_count) for _ in range(3)]
     finally:
         session.close()
-    lead = session._lead
-    assert [made.index(lead), made.count(lead)] == [0, 2], "before the first, and after the rest"
-    assert [len(made), made[-2]] == [6, lead]
-    timed = [updates for updates in made if updates != lead]
+    assert session.config.runtime.step_timeout > 1e5, "the process may be stopped within a step"
+    assert made[::2] == [tiny_threads.runtime.loop_count] * 3
+    timed = made[1::2]
     assert all(updates % session._cycle == 0 for updates in timed)
     for updates, burst in zip(timed, found, strict=True):
         assert burst["updates_per_second"] == pytest.approx(updates / burst["wall_seconds"])
@@ -130,20 +144,27 @@ def test_a_comparison_has_the_rivals_that_there_is_time_for(machine: Hardware, t
     def made(*warmups: float) -> list[Trial]:
         return [trial(number, machine, threaded, warmup=warmup) for number, warmup in enumerate(warmups)]
 
+    plan, reserved = (functools.partial(function, up=False) for function in (comparison.plan, comparison.reserved))
     quick, slow = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0)
-    assert comparison.plan(quick, 0.4, 300.0, 40.0) == (2, comparison.MIN_ROUNDS)  # 21 s until all are up, 1.2 s a round
-    assert comparison.plan(quick, 0.4, 300.0, 38.0) == (1, comparison.MIN_ROUNDS), "one rival less is rather done without"
-    assert comparison.plan(quick, 0.4, 300.0, 1.0) == (1, comparison.MIN_ROUNDS), "whatever is left"
-    assert comparison.plan(slow, 0.4, 300.0, 150.0) == (2, comparison.LONG_ROUNDS)
-    assert comparison.plan(slow, 0.4, 300.0, 100.0) == (1, comparison.LONG_ROUNDS)
-    assert comparison.plan(slow, 0.4, 3000.0, 1000.0) == (2, comparison.MIN_ROUNDS)
-    assert comparison.reserved(quick, 0.4, 300.0) == pytest.approx(3 * 6.0 + 3.0 + comparison.MIN_ROUNDS * 1.2)
-    alone = comparison.reserved(slow[:1], 0.4, 300.0)
+    assert plan(quick, 0.4, 300.0, 40.0) == (
+        2,
+        comparison.MIN_ROUNDS,
+    )  # 21 s until all are up, 1.2 s a round
+    assert plan(quick, 0.4, 300.0, 38.0) == (1, comparison.MIN_ROUNDS), "one rival less is rather done without"
+    assert plan(quick, 0.4, 300.0, 1.0) == (1, comparison.MIN_ROUNDS), "whatever is left"
+    assert plan(slow, 0.4, 300.0, 150.0) == (2, comparison.LONG_ROUNDS)
+    assert plan(slow, 0.4, 300.0, 100.0) == (1, comparison.LONG_ROUNDS)
+    assert plan(slow, 0.4, 3000.0, 1000.0) == (2, comparison.MIN_ROUNDS)
+    assert reserved(quick, 0.4, 300.0) == pytest.approx(3 * 6.0 + 3.0 + comparison.MIN_ROUNDS * 1.2)
+    assert reserved(quick, 0.4, 300.0, up=True) == pytest.approx(2 * 6.0 + 3.0 + comparison.MIN_ROUNDS * 1.2)
+    assert plan(quick, 0.4, 300.0, 34.0, up=True) == (2, comparison.MIN_ROUNDS), "the start is up already"
+    alone = reserved(slow[:1], 0.4, 300.0)
     assert alone == pytest.approx(2 * 6.0 + 3.0 + comparison.LONG_ROUNDS * (22.0 + 11.0)), "one that is worth finding is faster"
     more = made(0.1, 0.1, 0.1, 0.1, 0.1)
-    assert comparison.reserved(more, 0.4, 300.0) == comparison.reserved(quick, 0.4, 300.0), "two have time kept for them"
-    assert comparison.plan(more, 0.4, 300.0, 64.0)[0] == 4
-    assert comparison.plan(more, 0.4, 300.0, 55.0)[0] == 3, "27 s until all are up and to finish, and 1.6 s a round"
+    kept = [reserved(trials, 0.4, 300.0) for trials in (more, quick)]
+    assert kept[0] == kept[1], "two have time kept for them"
+    assert plan(more, 0.4, 300.0, 64.0)[0] == 4
+    assert plan(more, 0.4, 300.0, 55.0)[0] == 3, "27 s until all are up and to finish, and 1.6 s a round"
     assert alone < 120.0 < 300.0 - 60.0, "of five minutes a start whose bursts take 22 s leaves time for trials"
 
 
@@ -246,7 +267,7 @@ def test_what_is_compared_fits_into_memory_side_by_side(
     trials = [trial(number, gpu, threaded, warmup=0.1) for number in range(5)]
     held = {"peak_bytes": peak * 2**30, "device_peak_bytes": device_peak * 2**30}
     trials = [dataclasses.replace(t, measurement=dataclasses.replace(t.measurement, **held)) for t in trials]
-    assert comparison.plan(trials, 0.4, 300.0, 200.0)[0] == rivals
+    assert comparison.plan(trials, 0.4, 300.0, 200.0, up=False)[0] == rivals
 
 
 def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded: Workload) -> None:

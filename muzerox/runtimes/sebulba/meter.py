@@ -23,7 +23,7 @@ class _Wait:
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._meter._waited(self._names[0], self._names[1], time.perf_counter() - self._start)
+        self._meter._waited(self._names[0], self._names[1], self._start)
 
 
 class Meter:
@@ -31,6 +31,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._since = time.perf_counter()  # the last take
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._values: defaultdict[str, list[float]] = defaultdict(list)
 
@@ -48,18 +49,20 @@ class Meter:
             values.append(value)
 
     def wait(self, name: str) -> _Wait:
-        """Counts the seconds inside a ``with`` block, and that there was one."""
+        """Counts the seconds inside a ``with`` block since the last :meth:`take`, and that there was one."""
         return _Wait(self, f"wait_{name}_seconds", f"wait_{name}_count")
 
-    def _waited(self, seconds_name: str, count_name: str, seconds: float) -> None:
+    def _waited(self, seconds_name: str, count_name: str, start: float) -> None:
         with self._lock:
-            self._sums[seconds_name] += seconds
+            # Who waits while nothing is asked of the pipeline, or its process is stopped, tells nothing of what follows.
+            self._sums[seconds_name] += time.perf_counter() - max(start, self._since)
             self._sums[count_name] += 1
 
     def take(self) -> dict[str, float]:
         """Sums, and mean, median and 90th percentile of the distributions; starts from nothing again."""
         with self._lock:
             sums, values = dict(self._sums), dict(self._values)
+            self._since = time.perf_counter()
             self._sums.clear()
             self._values.clear()
         for name, observed in values.items():
