@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ from tuner.result import TuneResult, parse_budget
 from tuner.task import Task
 from tuner.workload import describe
 
+AHEAD = 10  # trials: what none of so many more is expected to gain anything by is not begun
 HOPELESS = 3.0  # times the seconds of the best: a trial that is slower is not timed to the end
 
 
@@ -143,10 +145,11 @@ class _Tuning:
         """Seconds spent on this tuning by all processes."""
         return self._spent_before + time.monotonic() - self._began
 
-    def _next_fits(self) -> bool:
+    def _trials_left(self) -> int:
+        """How many more there is time for, about."""
         walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
-        needed = 1.2 * float(np.median(walls)) + self.ending.reserved(self.trials)
-        return len(walls) < self.task.max_trials and self.elapsed() + needed < self.task.budget
+        seconds = self.task.budget - self.elapsed() - self.ending.reserved(self.trials)
+        return max(0, min(math.floor(seconds / (1.2 * float(np.median(walls)))), self.task.max_trials - len(walls)))
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class _Tuning:
             self._learn()
             number = sum(trial.role != "shared" for trial in self.trials)
             before = len(self.trials)
-            while self._next_fits() and self._round(number):
+            while (left := self._trials_left()) and self._round(number, left):
                 number += 1
             if len(self.trials) == before and (told := self.ending.told(self.trials)) is not None:
                 self.progress.say(f"{self.task.folder.path} has already spent its budget; go on with a larger one")
@@ -193,8 +196,11 @@ class _Tuning:
         for level in self.levels.newly_refused(self.trials, self.ending.value):
             self.proposer.cover(every_point_with(self.space, "precision.level", level))
 
-    def _round(self, number: int) -> bool:
-        """Proposes, allocates, measures, balances, learns. False when nothing is left, or no gain expected of what is."""
+    def _round(self, number: int, left: int) -> bool:
+        """Proposes, allocates, measures, balances, learns. False when nothing is left, or no gain expected of what is.
+
+        ``left``: trials that there is time for, this one included, which may gain together what none does alone.
+        """
         temperature = temperature_of(number)
         if number % corrections.EVERY == 0:
             config, use, last = corrections.rebalanced(
@@ -206,7 +212,7 @@ class _Tuning:
                 return True
         while (point := self.proposer.propose(number)) is not None:
             cold = temperature == COLDEST and role_of(number) == "annealed"  # what it teaches few trials would use
-            if cold and self.proposer.expected_gain(point) < NOTHING:
+            if cold and min(left, AHEAD) * self.proposer.expected_gain(point) < NOTHING:
                 self.progress.say("no further trial is expected to gain anything")
                 return False
             config, use = self._allocate(self.task.start.replace(self.space.decode(point)), temperature)

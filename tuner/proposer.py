@@ -150,15 +150,16 @@ class Proposer:
         return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
 
     def expected_gain(self, point: Point) -> float:
-        """By how much measuring a point is expected to lower the log of the least cost measured: 0 or more.
+        """By how much measuring a point is expected to lower the log of the least cost that is expected of what was measured.
 
-        The expected improvement of Jones, Schonlau and Welch (1998), its cost being normal by what was learnt.
+        0 or more: the expected improvement of Jones, Schonlau and Welch (1998), its cost being normal by what was learnt. Over
+        what is expected, and not over the least measured, which has been lucky (Picheny, Wagner and Ginsbourger, 2013).
         """
         row = jnp.array([point], jnp.int32)
         expected, hoped = (float(_energy(row, *self._arguments(curiosity=c))[0]) for c in (0.0, 1.0))
         if not math.isfinite(expected):
             return 0.0  # it is not to be measured
-        better, deviation = self.cost(self._best()[1]) - expected, expected - hoped
+        better, deviation = self._least_expected() - expected, expected - hoped
         if deviation <= 0.0:
             return max(better, 0.0)
         scaled = better / deviation
@@ -166,15 +167,25 @@ class Proposer:
         return better * below + deviation * math.exp(-0.5 * scaled**2) / math.sqrt(2.0 * math.pi)
 
     def _best(self) -> tuple[Point, Measurement]:
-        """The least cost measured, of a level that was not refused since, if there is one: whole choices are covered then."""
+        """The least cost measured of what may be chosen."""
+        return min(self._choices(), key=lambda known: self.cost(known[1]))
 
-        def order(known: tuple[Point, Measurement]) -> tuple[bool, float]:
-            point, measurement = known
-            patterns = [covered for covered in self._covered if ANY in covered]
-            refused = any(all(choice in (ANY, own) for choice, own in zip(p, point, strict=True)) for p in patterns)
-            return refused, self.cost(measurement)
+    def _least_expected(self) -> float:
+        """The least cost that is expected of what was measured and may be chosen."""
+        points, measured = zip(*((p, m) for p, m in self._choices() if m.seconds_per_env_step), strict=True)
+        filled = np.array(points + points[:1] * (capacity(len(points)) - len(points)), np.int32)
+        seconds = self.log_seconds(filled)[: len(points)]
+        rents = [float(log_rent(m.workload, self.limits)) for m in measured]
+        return min(s + rent + self.price(m) for s, rent, m in zip(seconds, rents, measured, strict=True))
 
-        return min(self._known, key=order)
+    def _choices(self) -> list[tuple[Point, Measurement]]:
+        """What was measured, of levels that were not refused since, if there are any: whole choices are covered then."""
+        patterns = [covered for covered in self._covered if ANY in covered]
+
+        def refused(point: Point) -> bool:
+            return any(all(choice in (ANY, own) for choice, own in zip(p, point, strict=True)) for p in patterns)
+
+        return [known for known in self._known if not refused(known[0])] or self._known
 
     def _starts(self, best: Point) -> np.ndarray:
         """[C, D]: every second chain starts at the best there is, the others go on from where they stood."""

@@ -184,23 +184,30 @@ def test_a_correction_is_a_row_measured_beside_what_it_corrects(tuned: tuner.Tun
     assert last.seconds in [row["seconds_per_env_step"] for row in tuning.store.rows()]
 
 
-def test_cold_rounds_go_on_while_a_gain_is_expected(
+def test_cold_rounds_go_on_while_those_that_are_left_are_expected_to_gain(
     tuned: tuner.TuneResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what two trials taught there is much to be expected; what counts as nothing is moved instead."""
     cold = next(n for n in range(1, 100) if temperature_of(n) == COLDEST and role_of(n) == "annealed" and n % EVERY)
-    rows = []
-    for name, nothing in (("worthless", np.inf), ("worthwhile", 0.0)):
+
+    def trials_of_a_round(name: str, left: int, nothing: float) -> int:
         copy = TuneDir(shutil.copytree(tuned.out, tmp_path / name))
-        monkeypatch.setattr(loop, "NOTHING", nothing)
         with Progress(600.0, quiet=False) as progress:
             tuning = resumed(tuned, copy, progress)
             tuning._learn()
-            went_on = tuning._round(cold)
-        rows.append(len(copy.trials()) - len(tuned.history))
-        assert went_on == (rows[-1] > 0)
+            point = tuning.proposer.propose(cold)
+            assert point is not None
+            monkeypatch.setattr(loop, "NOTHING", nothing * tuning.proposer.expected_gain(point))
+            tuning.proposer._chains = None
+            went_on = tuning._round(cold, left)
+        trials = len(copy.trials()) - len(tuned.history)
+        assert went_on == (trials > 0)
         assert ("no further trial is expected to gain anything" in capsys.readouterr().err) != went_on
-    assert rows[0] == 0 < rows[1]
+        return trials
+
+    assert trials_of_a_round("one alone", 1, 1.5) == 0
+    assert trials_of_a_round("two together", 2, 1.5) > 0
+    assert trials_of_a_round("few are looked ahead", 1000, loop.AHEAD + 1.0) == 0
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("4m", 240.0), ("1.5h", 5400.0), (45, 45.0), (" 2M ", 120.0)])

@@ -158,7 +158,8 @@ def test_the_expected_gain_is_what_a_trial_gains_on_average(space: Space, machin
     everywhere = [tuple(int(x) for x in point) for point in np.ndindex(*space.sizes)]
     known = [(point, measured(point)) for point in everywhere[::7][:4]]
     proposer.learn(known)
-    best = min(proposer.cost(measurement) for _, measurement in known)
+    at = np.array([point for point, _ in known])
+    best = min(proposer.log_seconds(at) + [proposer.price(measurement) for _, measurement in known])
     rng, gains = np.random.default_rng(0), []
     for point in everywhere:
         if not np.isfinite(proposer.energies(np.array([point]))[0]):
@@ -170,6 +171,24 @@ def test_the_expected_gain_is_what_a_trial_gains_on_average(space: Space, machin
         gains.append(float(np.mean(np.maximum(best - drawn, 0.0))))
         assert proposer.expected_gain(point) == pytest.approx(gains[-1], rel=0.05, abs=2e-4)
     assert max(gains) > NOTHING > min(gains)  # some are worth a trial, and some are not
+
+
+def test_a_gain_is_expected_over_what_was_not_lucky(space: Space, machine: Hardware, measured: Measure) -> None:
+    """A single measurement far below those around it says less than it measured."""
+    proposer = make(space, machine)
+    points = [(envs, count, 0, 0) for envs in range(3) for count in (0, 2, 3)]
+    known = [(point, measured(point)) for point in points]
+    proposer.learn(known)
+    index = int(np.argmin([proposer.cost(measurement) for _, measurement in known]))
+    point, best = known[index]
+    assert best.seconds_per_env_step is not None
+    lucky = dataclasses.replace(best, seconds_per_env_step=0.85 * best.seconds_per_env_step)
+    proposer.learn([*known[:index], (point, lucky), *known[index + 1 :]])
+    open_ = [(envs, 1, engine, 0) for envs in range(3) for engine in (0, 1)]
+    gains = [proposer.expected_gain(p) for p in open_]
+    proposer._least_expected = lambda: proposer.cost(lucky)  # type: ignore[method-assign]
+    over_luck = [proposer.expected_gain(p) for p in open_]
+    assert max(gains) > max(over_luck) + 0.003
 
 
 def test_a_gain_is_expected_over_what_may_be_chosen(space: Space, machine: Hardware, measured: Measure) -> None:
