@@ -26,7 +26,7 @@ def _take_allocation(request: dict[str, Any]) -> None:
 
 
 def _die_with_the_parent() -> None:
-    """A killed tuner must not leave workers behind that take the machine from its successor. Linux only."""
+    """A killed tuner must not leave workers behind, at work or stopped for good. Linux only."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
