@@ -82,9 +82,16 @@ def _cpu_model() -> str:
 
     try:
         with open("/proc/cpuinfo") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
+            return cpu_name(file.read()) or platform.processor() or platform.machine()
+    except OSError:
         return platform.processor() or platform.machine()
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """The first processor of /proc/cpuinfo, by name and numbers: virtual machines call several generations just ``AMD EPYC``."""
+    first = dict(map(str.strip, line.split(":", 1)) for line in cpuinfo.split("\n\n")[0].splitlines() if ":" in line)
+    numbers = [f"{key.lower()} {first[key]}" for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in first]
+    return ", ".join([*filter(None, [first.get("model name")]), *numbers])
 
 
 def _whisper(text: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from muzerox.cli import main
 from predictor import Hardware
-from tuner.fingerprint import fingerprint
+from tuner.fingerprint import cpu_name, fingerprint
 from tuner.history import TuneDir, shared_store
 
 TINY = {
@@ -123,6 +123,19 @@ BAD: list[tuple[list[str], str]] = [
     (["train", "--tune", "2m", "--resume", "run"], "--tune"),
     (["train", "--tune", "2m", "--out", "taken"], "taken"),
 ]
+
+
+GENERIC = (
+    "processor\t: {}\nvendor_id\t: AuthenticAMD\ncpu family\t: {}\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nflags\t\t: fpu vme\n"
+)
+ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\nprocessor\t: 1\n"
+
+
+def test_machines_of_a_generic_name_are_told_apart() -> None:
+    old, new = (cpu_name("\n".join(GENERIC.format(core, family) for core in range(2))) for family in (25, 26))
+    assert [old, new] == ["AMD EPYC, cpu family 25, model 2", "AMD EPYC, cpu family 26, model 2"]
+    assert cpu_name(ARM) == "cpu implementer 0x41, cpu part 0xd0c"
+    assert cpu_name("") == ""
 
 
 @pytest.mark.parametrize(("arguments", "named"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
