@@ -171,8 +171,11 @@ class Proposer:
         return min(self._choices(), key=lambda known: self.cost(known[1]))
 
     def _least_expected(self) -> float:
-        """The least cost that is expected of what was measured and may be chosen."""
-        points, measured = zip(*((p, m) for p, m in self._choices() if m.seconds_per_env_step), strict=True)
+        """The least cost that is expected of what was measured and may be chosen; infinite where nothing ran."""
+        ran = [(point, measurement) for point, measurement in self._choices() if measurement.seconds_per_env_step]
+        if not ran:
+            return math.inf
+        points, measured = zip(*ran, strict=True)
         filled = np.array(points + points[:1] * (capacity(len(points)) - len(points)), np.int32)
         seconds = self.log_seconds(filled)[: len(points)]
         rents = [float(log_rent(m.workload, self.limits)) for m in measured]
