@@ -106,6 +106,8 @@ def test_what_failed_is_never_the_best(space: Space, machine: Hardware, measured
     assert proposer.cost(failed) == math.inf
     assert proposer.cost(fine) == pytest.approx(math.log(fine.seconds_per_env_step or 0.0) + proposer.price(fine))
     assert 0.0 < proposer.price(fine) < 0.02
+    proposer.learn([(space.start, failed)])
+    assert proposer.expected_gain((1, 0, 0, 0)) == math.inf, "whatever runs is better"
 
 
 def test_a_process_times_the_loop_counts_that_may_matter(space: Space, machine: Hardware, measured: Measure) -> None:
