@@ -78,12 +78,15 @@ class Fit(NamedTuple):
     report: FitReport | None  # of the last fit
 
 
-def machine_scale(machines: Collection[Hardware], known: Collection[str]) -> float:
-    """How far machines may be as a whole from what who was taught on ``known`` expects of them: a scale, in logarithms."""
-    if {machine.id for machine in machines} <= set(known):
+def machine_scale(machines: Collection[Hardware], meant: str | None, taught: bool) -> float:
+    """How far machines may be as a whole from what is expected of them: a scale, in logarithms.
+
+    ``meant`` is the id of the one that who expects has in mind, if any; ``taught`` whether any was measured before.
+    """
+    if {machine.id for machine in machines} == {meant}:
         return _KNOWN_MACHINE
     # Nobody has told yet what accelerators are like.
-    return _NEW_MACHINE if known and all(machine.platform == "cpu" for machine in machines) else _ANY_MACHINE
+    return _NEW_MACHINE if taught and all(machine.platform == "cpu" for machine in machines) else _ANY_MACHINE
 
 
 def usable(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -111,13 +114,19 @@ def linearise(
 
 
 def fit(
-    key: jax.Array, measurements: Sequence[Measurement], before: Fit, known: Collection[str] = (), *, train: bool = True
+    key: jax.Array,
+    measurements: Sequence[Measurement],
+    before: Fit,
+    *,
+    meant: str | None = None,
+    taught: bool = False,
+    train: bool = True,
 ) -> Fit:
-    """Base and network from the measurements that ended well, the last one's machine in mind.
+    """Base and network from the measurements that ended well: of one machine for that one, of several for any other.
 
     Args:
       before: what was known before, of other machines or of none; :func:`untaught` makes the least.
-      known: ids of the machines that ``before`` was taught on.
+      meant, taught: the machine that ``before`` is about, if any, and whether it was taught on any.
       train: False leaves the network as it was.
     """
     measured = usable(measurements)
@@ -133,7 +142,8 @@ def fit(
     corrected = heard * np.clip(said, -before.limit, before.limit)
     target = np.log([m.seconds_per_env_step or math.nan for m in measured]) - corrected
     groups = [_program(m) for m in measured]
-    coefficients, spread, errors, deviations = _fit_base(target, measured, raw, (workload, hardware), before, known, groups)
+    scale = machine_scale([m.hardware for m in measured], meant, taught)
+    coefficients, spread, errors, deviations = _fit_base(target, measured, raw, (workload, hardware), before, scale, groups)
 
     network, shrinkage, limit = before.network, before.shrinkage, before.limit
     left = errors
@@ -166,18 +176,22 @@ def _fit_base(
     raw: np.ndarray,
     about: tuple[Workload, Rates],
     before: Fit,
-    known: Collection[str],
+    machine: float,
     groups: Sequence[Hashable],
 ) -> tuple[np.ndarray, Spread, np.ndarray, np.ndarray]:
-    """Coefficients [S] and how sure they are; errors [n] of what was left out, and the deviations [n] expected of those."""
+    """Coefficients [S] and how sure they are; errors [n] of what was left out, and the deviations [n] expected of those.
+
+    ``machine`` is the scale of what machines are as a whole.
+    """
     count, enough = len(measured), len(measured) >= _FEWEST
     machines = _machines(measured)
-    machine = machine_scale([m.hardware for m in measured], known)
     learnt = np.asarray(before.spread.root, np.float64)[1:]
     noises = _NOISES if enough else (float(before.spread.noise),)
-    # This machine as a whole, and each stage: what was learnt before and how it differs here.
+    # This machine as a whole, and each stage: what was learnt before and how it differs here. Of several none is meant: another
+    # is as far from what they have in common as each of them.
     others = np.concatenate([learnt, np.eye(len(STAGES))], axis=1)
-    ours = machines[-1:]
+    several = machines.shape[1] > 1
+    ours = np.zeros((1, machines.shape[1])) if several else machines[-1:]
     now = np.block([[ours, np.zeros((1, others.shape[1]))], [np.zeros((len(STAGES), ours.shape[1])), others]])
 
     logs, scales = np.zeros(len(STAGES)), None
@@ -196,6 +210,7 @@ def _fit_base(
         logs = logs + np.clip(mean[1:] - logs, -_LONGEST, _LONGEST)
     assert scales is not None
     covariance = root @ root.T + 1e-12 * np.eye(len(root))
+    covariance[0, 0] += machine**2 * several
     spread = Spread(np.linalg.cholesky(covariance).astype(np.float32), np.float32(scales.noise), before.spread.factor)
     coefficients = (before.coefficients * np.exp(logs + mean[0])).astype(np.float32)
     return coefficients, spread, *leave_out(blocks, left, scales, groups)
@@ -258,12 +273,16 @@ def _machines(measurements: Sequence[Measurement]) -> np.ndarray:
     return np.array([[float(m.hardware.id == kind) for kind in kinds] for m in measurements])
 
 
+_COUNTED = {f"{part}_{what}": 0.0 for part in ("represent", "dynamics", "predict") for what in ("elements", "moved")}
+
+
 def _program(measurement: Measurement) -> Hashable:
     """What measurements of one compiled program share, on whatever machine: fusing more updates compiles nothing.
 
     What the base gets wrong of a program on one machine it gets wrong on another, and the seconds of a host's step are measured.
+    Elements between layers may be counted otherwise by another version, or have become a few fewer; products tell networks apart.
     """
-    return dataclasses.replace(measurement.workload, loop_count=1.0, host_step_seconds=0.0)
+    return dataclasses.replace(measurement.workload, loop_count=1.0, host_step_seconds=0.0, **_COUNTED)
 
 
 def padded(count: int) -> int:

@@ -183,9 +183,10 @@ class RuntimePredictor:
     params: Params = dataclasses.field(default_factory=prior_params)
     report: FitReport | None = None  # of the last fit
     machines: tuple[str, ...] = ()  # that it was fitted to
+    machine: str | None = None  # that of the last fit; what was fitted to several together is about none of them
 
     def fit(self, measurements: Sequence[Measurement], key: jax.Array | None = None, *, train: bool = True) -> RuntimePredictor:
-        """Base, residual and calibration from measurements, oldest first; the last one's machine is calibrated for.
+        """Base, residual and calibration from measurements, oldest first: of one machine for that one, of several for any other.
 
         What this predictor knows already is kept as far as they do not say otherwise, so that they should be new to it: other
         machines first, then this one, then the work at hand. Those that ended well teach seconds, those that ran out of memory
@@ -198,10 +199,13 @@ class RuntimePredictor:
         p = self.params
         coefficients = np.asarray(p.coefficients * np.exp(np.float32(offset)))
         before = Fit(coefficients, p.network, p.shrinkage, p.limit, p.spread, self.report)
-        fitted = fit(jax.random.key(0) if key is None else key, measurements, before, self.machines, train=train)
+        key = jax.random.key(0) if key is None else key
+        fitted = fit(key, measurements, before, meant=self.machine, taught=bool(self.machines), train=train)
         params = Params(*fitted[:-1], self.params.offsets)
-        machines = tuple(dict.fromkeys([*self.machines, *(m.hardware.id for m in measurements)]))
-        model = RuntimePredictor(params, fitted.report, machines).calibrate(measurements)
+        measured = dict.fromkeys(m.hardware.id for m in measurements)
+        machines = tuple(dict.fromkeys([*self.machines, *measured]))
+        machine = next(iter(measured)) if len(measured) == 1 else None
+        model = RuntimePredictor(params, fitted.report, machines, machine).calibrate(measurements)
         # The fit has told already how fast the machine is.
         return model._with_offsets(log_seconds=0.0)
 
@@ -219,7 +223,7 @@ class RuntimePredictor:
             return self
         rows = [_estimates(self.params.heard(), m.workload, hardware_rates(m.hardware)) for m in measurements]
         estimates = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
-        scale = machine_scale([measurements[-1].hardware], self.machines)
+        scale = machine_scale([measurements[-1].hardware], self.machine, bool(self.machines))
         offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets, scale=scale)
         return dataclasses.replace(self, params=self.params._replace(offsets=offsets))
 
@@ -271,7 +275,13 @@ class RuntimePredictor:
     def save(self, directory: str | os.PathLike[str], card: Mapping[str, Any] | None = None) -> None:
         """Writes the predictor into a directory; ``card`` says for people where it is from. Raises ArtifactError."""
         report = None if self.report is None else dataclasses.asdict(self.report)
-        meta = {"schema": schema_hash(), "report": report, "machines": list(self.machines), "card": dict(card or {})}
+        meta = {
+            "schema": schema_hash(),
+            "report": report,
+            "machines": list(self.machines),
+            "machine": self.machine,
+            "card": dict(card or {}),
+        }
         artifact.save(directory, self.params, meta)
 
     @classmethod
@@ -289,7 +299,8 @@ class RuntimePredictor:
         if meta.get("schema") != schema_hash():
             raise artifact.ArtifactError(f"{directory}: saved with other stages or quantities, by another version")
         report = meta.get("report")
-        return cls(params, None if report is None else FitReport(**report), tuple(meta.get("machines", ())))
+        fitted = None if report is None else FitReport(**report)
+        return cls(params, fitted, tuple(meta.get("machines", ())), meta.get("machine"))
 
 
 @functools.cache

@@ -89,7 +89,8 @@ def _cpu_model() -> str:
 
 def cpu_name(cpuinfo: str) -> str:
     """The first processor of /proc/cpuinfo, by name and numbers: virtual machines call several generations just ``AMD EPYC``."""
-    first = dict(map(str.strip, line.split(":", 1)) for line in cpuinfo.split("\n\n")[0].splitlines() if ":" in line)
+    lines = (line.partition(":") for line in cpuinfo.split("\n\n")[0].splitlines())
+    first = {name.strip(): value.strip() for name, _, value in lines}
     numbers = [f"{key.lower()} {first[key]}" for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in first]
     return ", ".join([*filter(None, [first.get("model name")]), *numbers])
 

@@ -142,7 +142,33 @@ def test_runs_of_one_program_are_left_out_together(
     timed = dataclasses.replace(a, host_step_seconds=1e-5)
     programs = [fitting._program(measure(w, 1.0)) for w in (a, b, c, timed)]
     programs.append(fitting._program(measure(a, 1.0, hardware=dataclasses.replace(hardware, cpu="another"))))
-    assert programs[0] == programs[1] == programs[3] == programs[4] != programs[2]
+    # Counted by another version.
+    programs.append(fitting._program(measure(dataclasses.replace(a, dynamics_elements=a.dynamics_elements + 3.0), 1.0)))
+    assert programs[0] == programs[1] == programs[3] == programs[4] == programs[5] != programs[2]
+
+
+def test_what_several_machines_teach_is_about_none_of_them(family: Family, hardware: Hardware, measure: Measure) -> None:
+    """Another is half-way between one that is faster than its rates say and one that is slower, and may be as far off."""
+    workloads = family(0, 12)
+    plain = RuntimePredictor()
+    expected = [float(np.exp(plain.log_seconds(w, hardware))) for w in workloads]
+    slow, fast = (dataclasses.replace(hardware, cpu=name) for name in ("slow", "fast"))
+    rows = [measure(w, 1.5 * s, hardware=slow) for w, s in zip(workloads, expected, strict=True)]
+    rows += [measure(w, s / 1.5, hardware=fast) for w, s in zip(workloads, expected, strict=True)]
+    both, one = plain.fit(rows, train=False), plain.fit(rows[:12], train=False)
+    assert (both.machine, both.machines) == (None, (slow.id, fast.id))
+    assert one.machine == slow.id
+
+    def off(model: RuntimePredictor) -> float:
+        return float(np.mean([float(model.log_seconds(w, hardware)) for w in workloads]) - np.mean(np.log(expected)))
+
+    assert abs(off(both)) < 0.1
+    assert off(one) > 0.3
+
+    def width(model: RuntimePredictor) -> float:
+        return float(np.mean([float(np.subtract(*model.log_interval(w, hardware)[::-1])) for w in workloads]))
+
+    assert width(both) > width(one)
 
 
 def test_what_two_machines_share_by_chance_is_not_taken_for_skill(family: Family, hardware: Hardware, measure: Measure) -> None:
