@@ -8,6 +8,7 @@ them (its copies of parameters, its stored hidden states); a search with the sam
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,11 +28,15 @@ from muzerox.networks import make_model
 from muzerox.precision import POLICIES, cast, make_loss_scale, pack, resolve, unpack
 from muzerox.replay import Sample
 from muzerox.runtimes import make_runtime, resolve_kind
-from muzerox.types import Batch, EnvSpec, Params, Runtime, Transition
+from muzerox.types import Batch, EnvSpec, Params, Runtime, Targets, Transition
 
 REFERENCE = "O0"
 LEAST_UPDATES = 64  # trained for, even if fewer seconds are asked for,
 MOST_SECONDS = 20.0  # unless they, or learning anything, take longer than this
+# Nor more updates, if something was learnt in them: a machine that makes ten thousand has solved CartPole, and then gradients
+# are next to nothing but what rounding makes of them.
+MOST_UPDATES = 1024
+PARTS = 8  # of the batch, whose gradients are compared
 # Values that are nearly the same everywhere have this share of their size as their spread.
 LEAST_SPREAD = 0.1
 
@@ -52,6 +57,7 @@ class Numbers(NamedTuple):
     action: np.ndarray  # [B] int32, chosen by a search of the root with exploration
     weights: np.ndarray  # [B, A], its improved policy
     gradient: np.ndarray  # [P], of the mean loss, all parameters in a row
+    gradient_noise: np.ndarray  # [], standard error of that, over all parameters, by how parts of the batch differ
 
 
 def read_replayed(config: Config, spec: EnvSpec, storage: Transition, start: Sample) -> Replayed:
@@ -98,11 +104,19 @@ def make_numbers(config: Config, spec: EnvSpec) -> Callable[[jax.Array, Params, 
         decision = algorithm.act(key, params, batch.observation, None if legal is None else legal[:, 0], True)
         targets = algorithm.targets(params, batch)
 
-        def scaled_loss(params: Params) -> jax.Array:
-            return jnp.mean(algorithm.loss(params, batch, targets).loss * batch.importance) * scale
+        def scaled_loss(params: Params, part: tuple[Batch, Targets]) -> jax.Array:
+            return jnp.mean(algorithm.loss(params, *part).loss * part[0].importance) * scale
 
-        gradient = ravel_pytree(jax.grad(scaled_loss)(params))[0] / scale
-        return *unroll(params, batch), decision.action, decision.policy, gradient
+        def add(sums: tuple[jax.Array, jax.Array], part: tuple[Batch, Targets]) -> tuple[tuple[jax.Array, jax.Array], None]:
+            gradient = ravel_pytree(jax.grad(scaled_loss)(params, part))[0] / scale
+            return (sums[0] + gradient, sums[1] + gradient @ gradient), None
+
+        parts = math.gcd(PARTS, len(batch.action))
+        split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (batch, targets))
+        (total, squares), _ = jax.lax.scan(add, (jnp.zeros_like(ravel_pytree(params)[0]), jnp.float32(0.0)), split)
+        mean = total / parts
+        noise = jnp.sqrt(jnp.maximum(squares / parts - mean @ mean, 0.0) / max(parts - 1, 1))
+        return *unroll(params, batch), decision.action, decision.policy, mean, noise
 
     compiled = jax.jit(compute)
 
@@ -130,7 +144,8 @@ def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]
       policy_learnt: KL of the base's policies from the uniform one over legal actions, mean: 0 of what has learnt nothing.
       actions_agree: share of roots where searches with one key choose the same action.
       weights_differ: total variation of their improved policies, mean. (KL would be infinite where a visit moves.)
-      gradient_cosine, gradient_ratio: of the gradients: the cosine of their angle, and the other's length over the base's.
+      gradient_error: length of the difference of the gradients, as a share of the base's length, or of its standard error where
+        that is larger: where the gradients of sequences cancel each other, what is left is chance.
 
     Raises:
       RunFailed: numbers that are not finite.
@@ -150,7 +165,7 @@ def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]
     value = np.abs(base.value.astype(np.float64) - other.value)
     reward = np.abs(base.reward.astype(np.float64) - other.reward)
     a, b = base.gradient.astype(np.float64), other.gradient.astype(np.float64)
-    lengths = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    length = max(float(np.linalg.norm(a)), float(base.gradient_noise), 1e-300)
     return {
         "policy_kl": _by_position(kl, inside),
         "policy_kl_max": float(np.max(kl, where=inside, initial=0.0)),
@@ -160,8 +175,7 @@ def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]
         "policy_learnt": _learnt(base, replayed),
         "actions_agree": float(np.mean(base.action == other.action)),
         "weights_differ": float(np.mean(0.5 * np.abs(base.weights.astype(np.float64) - other.weights).sum(-1))),
-        "gradient_cosine": 1.0 if np.array_equal(a, b) else float(a @ b / max(lengths[0] * lengths[1], 1e-300)),
-        "gradient_ratio": lengths[1] / max(lengths[0], 1e-300),
+        "gradient_error": float(np.linalg.norm(a - b)) / length,
     }
 
 
@@ -210,7 +224,8 @@ def learn_and_draw(
 ) -> tuple[EnvSpec, Learnt]:
     """Trains for some ``seconds`` by really playing, and draws ``examples`` sequences from the replay.
 
-    Twice as long, and again, until what was learnt is ``enough``, but for no more than ``MOST_SECONDS``.
+    For at most ``MOST_UPDATES``. Twice as long, and again, until what was learnt is ``enough``, but for no more than
+    ``MOST_SECONDS``.
 
     Raises:
       ConfigError, RunFailed: as training does.
@@ -230,25 +245,25 @@ def learn_and_draw(
 
 
 def _train(runtime: Runtime, config: Config, spec: EnvSpec, seconds: float, examples: int) -> Iterator[Learnt]:
-    """What is learnt in ``seconds``, in twice as many, and so on."""
+    """What is learnt in ``seconds`` or ``MOST_UPDATES``, in twice as many, and so on."""
 
     def gather(storage: Transition, start: Sample) -> Replayed:
         return read_replayed(config, spec, storage, start)
 
     key = jax.random.key(config.seed)
     state, report = runtime.run(runtime.init(key), 1, 1)  # compiles, and plays what the first update waits for
-    size, past = 1, 0.0
+    size, past, updates = 1, 0.0, MOST_UPDATES
     while True:
-        while past < seconds or (report.updates < LEAST_UPDATES and past < MOST_SECONDS):
+        while past < MOST_SECONDS and (report.updates < LEAST_UPDATES or (past < seconds and report.updates < updates)):
             began = time.perf_counter()
             state, report = runtime.run(state, 1, size)
             took = time.perf_counter() - began
             past += took
-            if took < seconds / 16:
+            if took < seconds / 16 and report.updates < updates / 8:
                 size *= 2
         replayed = jax.device_get(runtime.draw(state, jax.random.fold_in(key, 1), examples, gather))
         yield Learnt(jax.device_get(state.learner.params), replayed, report.updates, past)
-        seconds = min(2.0 * past, MOST_SECONDS)
+        seconds, updates = min(2.0 * past, MOST_SECONDS), 2 * report.updates
 
 
 def measure_drift(

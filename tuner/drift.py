@@ -20,15 +20,16 @@ EXAMPLES = 128  # replayed sequences
 class Limits(NamedTuple):
     """What a level must keep to: a few times what bfloat16 needs, and less than what 8 bits would.
 
-    Measured with the presets of CartPole, tic_tac_toe and MinAtar Breakout after four seconds of training on a CPU, worst of
-    the three; of float8 (e4m3 parameters alone) the best of the three. The other search engine at O0 gives exact zeros.
+    Measured with the presets of both CartPoles, tic_tac_toe and MinAtar Breakout after four seconds of training on a CPU or 1,024
+    updates, three seeds each: the worst of twelve. Of parameters that are off by 1 in 100, or rounded to float8's three bits, the
+    best of twelve. The other search engine at O0 gives exact zeros.
 
                          O1_float16    O1, O2    parameters to 1 in 100    float8
-        KL / learnt        0.000004    0.0003                     0.009    0.0016
-        values                 0.1%      0.6%                      2.4%      5.9%
-        rewards                0.1%      0.4%                      2.0%     0.02%
-        searches               0.2%      8.8%                      5.4%      1.7%
-        cosine              0.99998    0.9979                     0.989     0.996
+        KL / learnt         0.00001    0.0003                   0.00002    0.0017
+        values                 0.1%      1.0%                      1.0%      4.2%
+        rewards                0.3%      1.3%                        0%        0%
+        searches               1.0%      5.2%                      1.2%      1.1%
+        gradients              2.2%      7.8%                      2.3%       13%
 
     Each alone may miss what 8 bits do; values missed none of it.
     """
@@ -44,7 +45,9 @@ class Limits(NamedTuple):
     # other any rounding decides. Another draw of exploration moves 12% in MinAtar Breakout and 22% in tic_tac_toe; on Acrobot, of
     # whose policy little is learnt in seconds, O2 moved 15.5% where policies differed by 1e-8 nats and values by 0.05%.
     weights_differ: float = 0.4
-    gradient_cosine: float = 0.98  # at least: steps of the optimizer that are within 12 degrees
+    # 12 degrees. Not of a training that is done: as policies and values become what they are compared with, gradients vanish, and
+    # rounding is all of them (after 5,000 updates of CartPole O1's are off by 0.4 and its training goes on well).
+    gradient_error: float = 0.2
     policy_learnt: float = 1e-3  # at least: what has learnt nothing is the same at every level
 
 
@@ -64,8 +67,7 @@ class Figures:
     policy_learnt: float  # nats from uniform
     actions_agree: float  # share of searched roots
     weights_differ: float  # total variation
-    gradient_cosine: float
-    gradient_ratio: float
+    gradient_error: float  # of O0's length, or of what chance does to it
     updates: int  # of the training before
     training_seconds: float
     examples: int
@@ -133,11 +135,7 @@ def _checks(figures: Figures) -> list[tuple[str, str, bool]]:
         (f"policies differ by {kl:.2g} nats", f"limit {most:.2g}", kl <= most),
         (f"values by {value:.2%} of their spread", f"limit {limit.value_error:.0%}", value <= limit.value_error),
         (f"searches by {f.weights_differ:.2%}", f"limit {limit.weights_differ:.0%}", f.weights_differ <= limit.weights_differ),
-        (
-            f"gradients to a cosine of {f.gradient_cosine:.4f}",
-            f"at least {limit.gradient_cosine:g}",
-            f.gradient_cosine >= limit.gradient_cosine,
-        ),
+        (f"gradients by {f.gradient_error:.1%}", f"limit {limit.gradient_error:.0%}", f.gradient_error <= limit.gradient_error),
         (f"rewards by {reward:.2%}", f"limit {limit.reward_error:.0%}", reward <= limit.reward_error),
         (f"one policy by {f.policy_kl_max:.2g} nats", f"limit {limit.policy_kl_max:g}", f.policy_kl_max <= limit.policy_kl_max),
         (

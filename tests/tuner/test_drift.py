@@ -37,8 +37,7 @@ FINE = Figures(
     policy_learnt=0.1,
     actions_agree=0.99,
     weights_differ=0.01,
-    gradient_cosine=0.999,
-    gradient_ratio=1.001,
+    gradient_error=0.05,
     updates=1000,
     training_seconds=4.0,
     examples=128,
@@ -62,7 +61,7 @@ BEYOND: dict[str, Any] = {
     "reward_error": (1.01 * LIMITS.reward_error,),
     "weights_differ": 1.01 * LIMITS.weights_differ,
     "policy_learnt": 0.99 * LIMITS.policy_learnt,
-    "gradient_cosine": 0.99 * LIMITS.gradient_cosine,
+    "gradient_error": 1.01 * LIMITS.gradient_error,
 }
 
 

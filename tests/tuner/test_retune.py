@@ -17,7 +17,7 @@ import pytest
 from muzerox.cli import main
 from predictor import Hardware, Outcome
 from tuner import switches
-from tuner.bridge import RESUMABLE, Config, RunDir, UserError, concrete, toml
+from tuner.bridge import RESUMABLE, Config, RunDir, UserError, concrete, get, toml
 from tuner.child import Follower
 from tuner.neighbourhood import resumable_space
 from tuner.phases import Level
@@ -121,9 +121,11 @@ SETTINGS = {
     "train.replay_ratio": 1.0,
     "train.eval_period": 1_000_000_000,
     "train.eval_episodes": 2,
-    "train.max_env_steps": 180_000,
+    "train.max_env_steps": 5_000_000,  # whatever the machine, enough is left for a switch to pay
     "train.target_return": None,  # nothing is left of a training whose return may be reached at any moment
 }
+BEFORE_SECONDS = 20.0  # of training until the regime changes: it has been seen what a phase costs
+CHANGE = 32_000_000  # steps, which no machine makes meanwhile
 FOLLOW = """
 import sys
 from pathlib import Path
@@ -146,12 +148,34 @@ def with_simulators() -> dict[str, str]:
 
 def follow(folder: Path) -> subprocess.Popen[bytes]:
     """A training in phases whose simulators grow dear on the way."""
-    environment = with_simulators() | {"REGIME_COUNTER": str(folder / "steps"), "REGIME_CHANGE": "60000"}
+    environment = with_simulators() | {"REGIME_COUNTER": str(folder / "steps"), "REGIME_CHANGE": str(CHANGE)}
     config = Config.preset("gymnasium:CartPole-v1").replace(SETTINGS)
     folder.mkdir(exist_ok=True)
     (folder / "start.toml").write_text(toml(config).replace("gymnasium:CartPole-v1", "gymnasium:regimes:Growing-v0"))
     with (folder / "log").open("ab") as log:
         return subprocess.Popen([sys.executable, "-c", FOLLOW, str(folder)], stderr=log, stdout=log, env=environment)
+
+
+def change_regime(folder: Path, process: subprocess.Popen[bytes], seconds: float = 300.0) -> None:
+    """Once the training has gone on for a while: simulators count in the size of a file."""
+    run, deadline = RunDir(folder / "run"), time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        rows = run.metrics() if run.metrics_file.exists() else []
+        if max((row.get("train_seconds", 0.0) for row in rows), default=0.0) > BEFORE_SECONDS:
+            os.truncate(folder / "steps", CHANGE)
+            return
+        time.sleep(0.2)
+    raise AssertionError((folder / "log").read_text())
+
+
+def wait_for_switch(folder: Path, process: subprocess.Popen[bytes], verdicts: tuple[str, ...], seconds: float = 300.0) -> None:
+    """Until one has one of these verdicts."""
+    run, deadline = RunDir(folder / "run"), time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        if any(switch.verdict in verdicts for switch in switches.load(run)):
+            return
+        time.sleep(0.02)
+    raise AssertionError((folder / "log").read_text())
 
 
 def busy(run: RunDir) -> bool:
@@ -163,24 +187,29 @@ def busy(run: RunDir) -> bool:
     return False
 
 
-@pytest.mark.slow(220)
+@pytest.mark.slow(120)
 def test_a_regime_change_is_met_with_a_switch_that_is_logged(tmp_path: Path) -> None:
-    process = follow(tmp_path / "t")
-    assert process.wait(600) == 0, (tmp_path / "t" / "log").read_text()
-    run = RunDir(tmp_path / "t" / "run")
+    folder = tmp_path / "t"
+    process = follow(folder)
+    change_regime(folder, process)
+    changed_at = max(row.get("env_steps", 0) for row in RunDir(folder / "run").metrics())
+    wait_for_switch(folder, process, ("kept", "undone", "left", "failed"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 130, (folder / "log").read_text()
+    run = RunDir(folder / "run")
     made = switches.load(run)
-    assert made, (tmp_path / "t" / "log").read_text()
-    assert all(switch.verdict in ("kept", "undone", "left", "failed") for switch in made)
-    assert all(switch.env_steps > 50_000 for switch in made)
-    assert all(switch.measured_gain for switch in made if switch.verdict != "failed")
-    kept = [switch for switch in made if switch.verdict in ("kept", "left")]
+    assert all(switch.verdict in ("kept", "undone", "left", "failed", "cut short") for switch in made)
+    assert all(switch.env_steps > changed_at for switch in made)
+    judged = [switch for switch in made if switch.verdict in ("kept", "undone", "left")]
+    assert all(switch.measured_gain for switch in judged)
     config = run.load_config()
-    for path, value in (kept[-1].after if kept else {}).items():
-        section, _, name = path.partition(".")
-        assert getattr(getattr(config, section), name) == value
+    last = made[-1]
+    either = [last.before, last.after]
+    allowed = {"kept": either[1:], "left": either[1:], "cut short": either}.get(last.verdict, either[:1])
+    assert {path: get(config, path) for path in last.after} in allowed
     rows = [row for row in run.metrics() if row["kind"] == "train"]
     assert [row["updates"] for row in rows] == sorted({row["updates"] for row in rows}), "no update was lost or made twice"
-    assert rows[-1]["env_steps"] >= SETTINGS["train.max_env_steps"]
+    assert run.last_saved() >= rows[-1]["updates"]
 
 
 @pytest.mark.slow(200)
@@ -191,10 +220,8 @@ def test_killed_during_a_switch_the_run_is_saved_and_goes_on(tmp_path: Path) -> 
         folder = tmp_path / str(number)
         process = follow(folder)
         run = RunDir(folder / "run")
-        deadline = time.monotonic() + 300.0
-        while not switches.load(run) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert switches.load(run), (folder / "log").read_text()
+        change_regime(folder, process)
+        wait_for_switch(folder, process, (switches.ON_TRIAL,))
         time.sleep(chance.uniform(0.0, 8.0))
         process.send_signal(signal.SIGKILL)
         process.wait()
