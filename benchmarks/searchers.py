@@ -99,11 +99,11 @@ def ours(
 
         def fit(self, *args: Any, **options: Any) -> RuntimePredictor:
             found = super().fit(*args, **options)
-            return Deaf(found.params._replace(shrinkage=np.float32(0.0)), found.report, found.machines, found.machine)
+            return Deaf(found.params._replace(shrinkage=np.float32(0.0)), found.report, found.machines, found.about)
 
     grid, rng = problem.grid, np.random.default_rng(seed)
     taught = RuntimePredictor.pretrained() if pretrained else RuntimePredictor()
-    taught = taught if network else Deaf(taught.params, taught.report, taught.machines, taught.machine)
+    taught = taught if network else Deaf(taught.params, taught.report, taught.machines, taught.about)
     price = STALENESS_PRICE / grid.target_period
     curiosity = CURIOSITY if curiosity is None else curiosity
     proposer = Proposer(grid.space, grid.hardware, taught, jax.random.key(seed), price, curiosity=curiosity)

@@ -1,15 +1,19 @@
 """Tunings of some minutes from the preset and from random starting points, and how much of what there was to gain they found.
 
-All starts and what their tunings made of them run in one alternation, in new processes; ``--long`` adds what a longer tuning
-ends with. The best known for a task is the fastest of them. ``ratio`` is tuned over start (below 1: tuning did harm),
-``recovered`` the share of the way from the start to the best, in logarithms. Every trial is in the record: what was expected by
-the base as it comes, by the calibrated base and with all that the tuning had learnt, and what came.
+Each is a ``muzerox tune`` of its own, with nothing measured and nothing compiled before, as on a machine that is new to it; with
+``--used`` they share what each learns of the machine and compiles, one after the other, as on one that is tuned often. All starts
+and what their tunings made of them run in one alternation, in new processes; ``--long`` adds what a longer tuning ends with. The
+best known for a task is the fastest of them. ``ratio`` is tuned over start (below 1: tuning did harm), ``recovered`` the share of
+the way from the start to the best, in logarithms. Every trial is in the record: what was expected by the base as it comes, by the
+base with all that was learnt and by base and network, and what came.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -47,12 +51,24 @@ def random_start(env: str, seed: int) -> Any:
             return preset.replace(space.decode(point))
 
 
-def tune_once(start: Any, budget: str, out: Path) -> tuple[Any, dict[str, Any]]:
-    """The result of a tuning, and its row without the comparison."""
-    import tuner
+def tune_once(start: Any, budget: str, out: Path, home: Path) -> tuple[Any, dict[str, Any]]:
+    """The result of a tuning, and its row without the comparison. ``home`` is where it finds and leaves what is known."""
+    from tuner.bridge import load_config, toml
+    from tuner.fingerprint import fingerprint
+    from tuner.history import TuneDir
     from tuner.report import error
+    from tuner.result import TuneResult
 
-    result = tuner.tune(start, budget=budget, out=out)
+    home.mkdir(parents=True, exist_ok=True)
+    config = home / "start.toml"
+    config.write_text(toml(start))
+    command = [sys.executable, "-m", "muzerox", "tune", "--config", str(config), "--budget", budget, "--out", str(out)]
+    done = subprocess.run(command, env=os.environ | {"MUZEROX_HOME": str(home)}, stdout=subprocess.DEVNULL, check=False)
+    folder = TuneDir(out)
+    told = folder.result()
+    if done.returncode != 0 or told is None:
+        sys.exit(f"tuning in {out} ended with exit code {done.returncode} and {'a' if told else 'no'} result")
+    result = TuneResult.from_dict(told, start=load_config(folder.start_file), hardware=fingerprint(), history=folder.trials())
     trials = [
         {
             "role": trial.role,
@@ -129,6 +145,7 @@ def main() -> None:
     parser.add_argument("--random-starts", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=41, help="of the comparison, at most")
     parser.add_argument("--minutes", type=float, default=20.0, help="that the comparison may take, about")
+    parser.add_argument("--used", action="store_true", help="each tuning knows what those before it measured and compiled")
     parser.add_argument("--out", type=Path, help="folder for the tunings, kept and continued (default: a temporary one)")
     args = parser.parse_args()
     use_device(args.device)
@@ -137,25 +154,28 @@ def main() -> None:
     folder = args.out or Path(tempfile.mkdtemp(prefix="muzerox-tune-"))
     rows: dict[str, Any] = {}
     for env in args.env or ENVS:
-        results, own = [], {}
-        for index in range(1 + args.random_starts):
-            name = f"{env} {'preset' if index == 0 else f'random {index}'}"
-            start = Config.preset(env) if index == 0 else random_start(env, index)
-            result, own[name] = tune_once(start, args.budget, folder / name.replace(":", "_").replace(" ", "-"))
+        results, own, further = [], {}, []
+        starts = {f"{env} preset": Config.preset(env)}
+        starts |= {f"{env} random {index}": random_start(env, index) for index in range(1, 1 + args.random_starts)}
+        for name, start in starts.items():
+            place = folder / name.replace(":", "_").replace(" ", "-")
+            home = folder / "home" if args.used else place.with_name(f"{place.name}-home")
+            result, own[name] = tune_once(start, args.budget, place, home)
             results.append(result)
-        further = []
         if args.long:
-            further = [tune_once(Config.preset(env), args.long, folder / f"{env.replace(':', '_')}-long")[0]]
+            place = folder / f"{env.replace(':', '_')}-long"
+            further = [tune_once(Config.preset(env), args.long, place, place.with_name(f"{place.name}-home"))[0]]
         for row, compared in zip(own.values(), compare(results, further, args.rounds, args.minutes), strict=True):
             row |= compared
         rows |= own
     show(rows)
     errors = [trial["errors"] for row in rows.values() for trial in row["trials"][1:] if trial["errors"][0] is not None]
     medians = [statistics.median(column) for column in zip(*errors, strict=True)]
-    summary = dict(zip(("uncalibrated", "calibrated", "with_all_learnt"), medians, strict=True))
+    summary = dict(zip(("uncalibrated", "base", "base_and_network"), medians, strict=True))
     recovered = [row["recovered"] for row in rows.values() if row["recovered"] is not None]
     figures = {
         "budget": args.budget,
+        "used": args.used,
         "least_ratio": min(row["ratio"] for row in rows.values()),
         "recovered_median": statistics.median(recovered) if recovered else None,
         "recovered_least": min(recovered, default=None),

@@ -183,7 +183,7 @@ class RuntimePredictor:
     params: Params = dataclasses.field(default_factory=prior_params)
     report: FitReport | None = None  # of the last fit
     machines: tuple[str, ...] = ()  # that it was fitted to
-    machine: str | None = None  # that of the last fit; what was fitted to several together is about none of them
+    about: str | None = None  # the machine of the last fit; what was fitted to several together is about none of them
 
     def fit(self, measurements: Sequence[Measurement], key: jax.Array | None = None, *, train: bool = True) -> RuntimePredictor:
         """Base, residual and calibration from measurements, oldest first: of one machine for that one, of several for any other.
@@ -200,12 +200,12 @@ class RuntimePredictor:
         coefficients = np.asarray(p.coefficients * np.exp(np.float32(offset)))
         before = Fit(coefficients, p.network, p.shrinkage, p.limit, p.spread, self.report)
         key = jax.random.key(0) if key is None else key
-        fitted = fit(key, measurements, before, meant=self.machine, taught=bool(self.machines), train=train)
+        fitted = fit(key, measurements, before, meant=self.about, taught=bool(self.machines), train=train)
         params = Params(*fitted[:-1], self.params.offsets)
         measured = dict.fromkeys(m.hardware.id for m in measurements)
         machines = tuple(dict.fromkeys([*self.machines, *measured]))
-        machine = next(iter(measured)) if len(measured) == 1 else None
-        model = RuntimePredictor(params, fitted.report, machines, machine).calibrate(measurements)
+        about = next(iter(measured)) if len(measured) == 1 else None
+        model = RuntimePredictor(params, fitted.report, machines, about).calibrate(measurements)
         # The fit has told already how fast the machine is.
         return model._with_offsets(log_seconds=0.0)
 
@@ -223,7 +223,7 @@ class RuntimePredictor:
             return self
         rows = [_estimates(self.params.heard(), m.workload, hardware_rates(m.hardware)) for m in measurements]
         estimates = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
-        scale = machine_scale([measurements[-1].hardware], self.machine, bool(self.machines))
+        scale = machine_scale([measurements[-1].hardware], self.about, bool(self.machines))
         offsets = calibrate.fit_offsets(measurements, estimates, self.params.offsets, scale=scale)
         return dataclasses.replace(self, params=self.params._replace(offsets=offsets))
 
@@ -279,7 +279,7 @@ class RuntimePredictor:
             "schema": schema_hash(),
             "report": report,
             "machines": list(self.machines),
-            "machine": self.machine,
+            "about": self.about,
             "card": dict(card or {}),
         }
         artifact.save(directory, self.params, meta)
@@ -300,7 +300,7 @@ class RuntimePredictor:
             raise artifact.ArtifactError(f"{directory}: saved with other stages or quantities, by another version")
         report = meta.get("report")
         fitted = None if report is None else FitReport(**report)
-        return cls(params, fitted, tuple(meta.get("machines", ())), meta.get("machine"))
+        return cls(params, fitted, tuple(meta.get("machines", ())), meta.get("about"))
 
 
 @functools.cache

@@ -44,42 +44,45 @@ def finalists(trials: Sequence[Trial], program: Callable[[Trial], Hashable], cos
     return sorted(by_program.values(), key=lambda t: cost(t.measurement))[:FINALISTS]
 
 
-def reserved(trials: Sequence[Trial], burst: float, budget: float, *, up: bool) -> float:
-    """Seconds to keep for comparing the start, the first of ``trials``, with others, or with one that is yet to be found.
+class Schedule(NamedTuple):
+    """What comparing trials with the start, the first of them, takes of a tuning's time."""
 
-    ``up``: the start's process is alive.
-    """
-    return _shortest(trials[: 1 + RESERVED], burst, budget, up)
+    burst: float  # seconds of a timed burst, about
+    budget: float  # seconds of the tuning
+    up: bool  # the start's process is alive
 
+    def reserved(self, trials: Sequence[Trial]) -> float:
+        """Seconds to keep for comparing the best of ``trials`` with the start, or one that is yet to be found."""
+        return self._shortest(trials[: 1 + RESERVED])
 
-def plan(trials: Sequence[Trial], burst: float, budget: float, left: float, *, up: bool) -> tuple[int, int]:
-    """How many rivals to compare, at least one of those after the first of ``trials``, and for how many rounds at least.
+    def plan(self, trials: Sequence[Trial], left: float) -> tuple[int, int]:
+        """How many rivals to compare in the seconds ``left``, at least one, and for how many rounds at least."""
+        rivals = len(trials) - 1
+        while rivals > 1:
+            compared = trials[: 1 + rivals]
+            if self._shortest(compared) <= left and _fit_together(compared):
+                break
+            rivals -= 1
+        _, a_round = self._seconds(trials[: 1 + rivals])
+        return rivals, self._fewest_rounds(a_round)
 
-    Args:
-      burst: seconds of a timed burst, about.
-      budget: seconds of the tuning.
-      left: of these.
-      up: the start's process is alive.
-    """
-    rivals = len(trials) - 1
-    while rivals > 1:
-        compared = trials[: 1 + rivals]
-        if _shortest(compared, burst, budget, up) <= left and _fit_together(compared):
-            break
-        rivals -= 1
-    _, a_round = _seconds(trials[: 1 + rivals], burst, up)
-    return rivals, _fewest_rounds(a_round, budget)
+    def _fewest_rounds(self, a_round: float) -> int:
+        """Rounds of ``a_round`` seconds that a comparison must have."""
+        return int(min(MIN_ROUNDS, max(LONG_ROUNDS, SHARE * self.budget / a_round)))
 
+    def _shortest(self, trials: Sequence[Trial]) -> float:
+        """Seconds that comparing all of them takes at least."""
+        ready, a_round = self._seconds(trials)
+        return ready + self._fewest_rounds(a_round) * a_round
 
-def _fewest_rounds(a_round: float, budget: float) -> int:
-    """Rounds of ``a_round`` seconds that a comparison must have."""
-    return int(min(MIN_ROUNDS, max(LONG_ROUNDS, SHARE * budget / a_round)))
-
-
-def _shortest(trials: Sequence[Trial], burst: float, budget: float, up: bool) -> float:
-    """Seconds that comparing all of them takes at least."""
-    ready, a_round = _seconds(trials, burst, up)
-    return ready + _fewest_rounds(a_round, budget) * a_round
+    def _seconds(self, trials: Sequence[Trial]) -> tuple[float, float]:
+        """Until all are up, the end's included, and of a round of their bursts."""
+        measured = [trial.measurement for trial in trials]
+        ready = [_STARTING + (1.0 if m.from_cache else _FROM_CACHE) * (m.compile_seconds or 0.0) for m in measured]
+        bursts = [max(self.burst, m.warmup_seconds or 0.0) for m in measured]
+        if len(trials) == 1:
+            ready, bursts = 2 * ready, [bursts[0], max(self.burst, _RIVAL * bursts[0])]
+        return sum(ready[1:] if self.up else ready) + _FINISHING, sum(bursts)
 
 
 def _fit_together(trials: Sequence[Trial]) -> bool:
@@ -91,16 +94,6 @@ def _fit_together(trials: Sequence[Trial]) -> bool:
     hardware = measured[0].hardware
     on_device = hardware.platform == "cpu" or device <= _ROOM * hardware.device_memory_bytes
     return host <= _ROOM * hardware.memory_bytes and on_device
-
-
-def _seconds(trials: Sequence[Trial], burst: float, up: bool) -> tuple[float, float]:
-    """Until all are up, the end's included, and of a round of their bursts."""
-    measured = [trial.measurement for trial in trials]
-    ready = [_STARTING + (1.0 if m.from_cache else _FROM_CACHE) * (m.compile_seconds or 0.0) for m in measured]
-    bursts = [max(burst, m.warmup_seconds or 0.0) for m in measured]
-    if len(trials) == 1:
-        ready, bursts = 2 * ready, [bursts[0], max(burst, _RIVAL * bursts[0])]
-    return sum(ready[1:] if up else ready) + _FINISHING, sum(bursts)
 
 
 def compare(

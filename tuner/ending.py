@@ -11,7 +11,7 @@ from predictor import Measurement
 from tuner import balance, comparison, corrections, resources
 from tuner.anchor import Anchor
 from tuner.bridge import Config
-from tuner.comparison import MIN_GAIN
+from tuner.comparison import MIN_GAIN, Schedule
 from tuner.history import Trial
 from tuner.html_report import write_report
 from tuner.levels import Levels
@@ -49,8 +49,10 @@ class Ending:
 
     def reserved(self, trials: Sequence[Trial]) -> float:
         """Seconds to keep for comparing the best of ``trials`` with the start."""
-        measured, task = [trials[0], *self._finalists(trials)], self._task
-        return comparison.reserved(measured, task.burst, task.budget, up=self._anchor.is_up)
+        return self._schedule().reserved([trials[0], *self._finalists(trials)])
+
+    def _schedule(self) -> Schedule:
+        return Schedule(self._task.burst, self._task.budget, up=self._anchor.is_up)
 
     def _finalists(self, trials: Sequence[Trial]) -> list[Trial]:
         trusted, space = self._levels.trusted(trials), self._task.space
@@ -63,7 +65,7 @@ class Ending:
             task.progress.say("nothing ran beside the start; a larger budget may find more")
             return self.result(trials, start, start.measurement, start.measurement, finished=True)
         measured, left = [start, *finalists], task.budget - self._elapsed()
-        rivals, fewest = comparison.plan(measured, task.burst, task.budget, left, up=self._anchor.is_up)
+        rivals, fewest = self._schedule().plan(measured, left)
         task.progress.say(f"comparing the best {rivals} with the start in alternation, at least {fewest} rounds")
         # The start as it was measured: with every core and all the memory it asked for.
         configs = [Config.from_dict(trial.config) for trial in measured[: 1 + rivals]]

@@ -156,8 +156,8 @@ def test_what_several_machines_teach_is_about_none_of_them(family: Family, hardw
     rows = [measure(w, 1.5 * s, hardware=slow) for w, s in zip(workloads, expected, strict=True)]
     rows += [measure(w, s / 1.5, hardware=fast) for w, s in zip(workloads, expected, strict=True)]
     both, one = plain.fit(rows, train=False), plain.fit(rows[:12], train=False)
-    assert (both.machine, both.machines) == (None, (slow.id, fast.id))
-    assert one.machine == slow.id
+    assert (both.about, both.machines) == (None, (slow.id, fast.id))
+    assert one.about == slow.id
 
     def off(model: RuntimePredictor) -> float:
         return float(np.mean([float(model.log_seconds(w, hardware)) for w in workloads]) - np.mean(np.log(expected)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
@@ -144,27 +143,24 @@ def test_a_comparison_has_the_rivals_that_there_is_time_for(machine: Hardware, t
     def made(*warmups: float) -> list[Trial]:
         return [trial(number, machine, threaded, warmup=warmup) for number, warmup in enumerate(warmups)]
 
-    plan, reserved = (functools.partial(function, up=False) for function in (comparison.plan, comparison.reserved))
-    quick, slow = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0)
-    assert plan(quick, 0.4, 300.0, 40.0) == (
-        2,
-        comparison.MIN_ROUNDS,
-    )  # 21 s until all are up, 1.2 s a round
-    assert plan(quick, 0.4, 300.0, 38.0) == (1, comparison.MIN_ROUNDS), "one rival less is rather done without"
-    assert plan(quick, 0.4, 300.0, 1.0) == (1, comparison.MIN_ROUNDS), "whatever is left"
-    assert plan(slow, 0.4, 300.0, 150.0) == (2, comparison.LONG_ROUNDS)
-    assert plan(slow, 0.4, 300.0, 100.0) == (1, comparison.LONG_ROUNDS)
-    assert plan(slow, 0.4, 3000.0, 1000.0) == (2, comparison.MIN_ROUNDS)
-    assert reserved(quick, 0.4, 300.0) == pytest.approx(3 * 6.0 + 3.0 + comparison.MIN_ROUNDS * 1.2)
-    assert reserved(quick, 0.4, 300.0, up=True) == pytest.approx(2 * 6.0 + 3.0 + comparison.MIN_ROUNDS * 1.2)
-    assert plan(quick, 0.4, 300.0, 34.0, up=True) == (2, comparison.MIN_ROUNDS), "the start is up already"
-    alone = reserved(slow[:1], 0.4, 300.0)
+    schedule, longer = (comparison.Schedule(0.4, budget, up=False) for budget in (300.0, 3000.0))
+    up = schedule._replace(up=True)
+    quick, slow, fewest = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0), comparison.MIN_ROUNDS
+    assert schedule.plan(quick, 40.0) == (2, fewest)  # 21 s until all are up, 1.2 s a round
+    assert schedule.plan(quick, 38.0) == (1, fewest), "one rival less is rather done without"
+    assert schedule.plan(quick, 1.0) == (1, fewest), "whatever is left"
+    assert schedule.plan(slow, 150.0) == (2, comparison.LONG_ROUNDS)
+    assert schedule.plan(slow, 100.0) == (1, comparison.LONG_ROUNDS)
+    assert longer.plan(slow, 1000.0) == (2, fewest)
+    assert schedule.reserved(quick) == pytest.approx(3 * 6.0 + 3.0 + fewest * 1.2)
+    assert up.reserved(quick) == pytest.approx(2 * 6.0 + 3.0 + fewest * 1.2)
+    assert up.plan(quick, 34.0) == (2, fewest), "the start is up already"
+    alone = schedule.reserved(slow[:1])
     assert alone == pytest.approx(2 * 6.0 + 3.0 + comparison.LONG_ROUNDS * (22.0 + 11.0)), "one that is worth finding is faster"
     more = made(0.1, 0.1, 0.1, 0.1, 0.1)
-    kept = [reserved(trials, 0.4, 300.0) for trials in (more, quick)]
-    assert kept[0] == kept[1], "two have time kept for them"
-    assert plan(more, 0.4, 300.0, 64.0)[0] == 4
-    assert plan(more, 0.4, 300.0, 55.0)[0] == 3, "27 s until all are up and to finish, and 1.6 s a round"
+    assert schedule.reserved(more) == schedule.reserved(quick), "two have time kept for them"
+    assert schedule.plan(more, 64.0)[0] == 4
+    assert schedule.plan(more, 55.0)[0] == 3, "27 s until all are up and to finish, and 1.6 s a round"
     assert alone < 120.0 < 300.0 - 60.0, "of five minutes a start whose bursts take 22 s leaves time for trials"
 
 
@@ -267,7 +263,7 @@ def test_what_is_compared_fits_into_memory_side_by_side(
     trials = [trial(number, gpu, threaded, warmup=0.1) for number in range(5)]
     held = {"peak_bytes": peak * 2**30, "device_peak_bytes": device_peak * 2**30}
     trials = [dataclasses.replace(t, measurement=dataclasses.replace(t.measurement, **held)) for t in trials]
-    assert comparison.plan(trials, 0.4, 300.0, 200.0, up=False)[0] == rivals
+    assert comparison.Schedule(0.4, 300.0, up=False).plan(trials, 200.0)[0] == rivals
 
 
 def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded: Workload) -> None:
