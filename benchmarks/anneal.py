@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import finish, make_parser, use_device
+from common import finish, make_parser, need, use_device
 
 STEPS = 500
 SEPARABLE = {"9x10": (10, 9), "3x1000": (1000, 3), "30x2": (2, 30)}  # choices, dimensions
@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seeds", type=int, default=10)
     args = parser.parse_args()
+    need("simanneal")
     use_device(args.device)
     figures: dict[str, Any] = {"steps": STEPS, "speed": {}, "separable": {}, "rugged": {}}
     for chains in (128, 1024, 8192):

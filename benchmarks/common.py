@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -42,11 +43,10 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     import jax
 
-    model = platform.processor() or platform.machine()
+    from tuner.fingerprint import cpu_name
+
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
+    model = (cpu_name(cpuinfo.read_text()) if cpuinfo.exists() else "") or platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": model,
@@ -56,6 +56,13 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
     }
+
+
+def need(*packages: str) -> None:
+    """Ends with one line where a package to compare with is missing, before anything is measured."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"needs {', '.join(missing)}: pip install 'muzerox[benchmarks]'")
 
 
 def finish(name: str, figures: dict[str, Any], *, record: bool) -> None:

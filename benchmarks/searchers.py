@@ -271,5 +271,12 @@ SEARCHERS: dict[str, Searcher] = {
     "scipy dual_annealing": dual_annealing,
 }
 
-# Packages of the extra ``searchers``, which is large: these are left out where they are missing.
-NEEDS = {"Optuna GP": "torch", "BoTorch": "botorch"}
+# Packages of the extras ``benchmarks`` and ``searchers``, the last of which is large: these are left out where they are missing.
+NEEDS = {
+    **{name: ("optuna",) for name in SEARCHERS if name.startswith("Optuna")},
+    "Optuna GP": ("optuna", "torch"),
+    "Optuna CMA-ES": ("optuna", "cmaes"),
+    "GP, expected improvement": ("sklearn",),
+    "BoTorch": ("botorch",),
+    "XGBoost, as AutoTVM": ("xgboost",),
+}

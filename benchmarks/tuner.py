@@ -208,9 +208,10 @@ def main() -> None:
     use_device(args.device)
     figures: dict[str, Any] = {"seeds": args.seeds, "budget": args.budget, "grids": {}}
     names = [name for name in SEARCHERS if not args.only or name in args.only]
-    for name, package in NEEDS.items():
-        if name in names and importlib.util.find_spec(package) is None:
-            console.print(f"{name}: left out, it needs the package {package}: pip install 'muzerox\\[searchers]'")
+    for name, packages in NEEDS.items():
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if name in names and missing:
+            console.print(f"{name}: left out, it needs {', '.join(missing)}: pip install 'muzerox\\[searchers]'")
             names.remove(name)
     courses: dict[str, dict[str, list[Course]]] = {}
     with Progress(console=console) as progress:
