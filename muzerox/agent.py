@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def evaluate_run(
     """
     enable_cache()
     agent = Agent.load(path, precision=precision)
-    against_run = opponent not in OPPONENTS and Path(opponent).is_dir()
+    against_run = opponent not in OPPONENTS and os.path.isdir(opponent)  # not Path's, which raises where a name is too long
     other = _agent_as_opponent(opponent, agent.spec) if against_run else make_opponent(opponent, agent.spec)
     if isinstance(agent.env, HostEnvironment):
         return summarise(agent.env, make_host_episodes(agent.env, agent.algorithm, episodes)(jax.random.key(seed), agent.params))

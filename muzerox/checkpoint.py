@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -131,29 +133,32 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, params: Any) -> None:
-        """Starts to save; returns once the values are copied. Raises CheckpointError when the disk refuses."""
+        """Starts to save; returns once the values are copied. Raises CheckpointError when this or an earlier save failed."""
         ocp = _orbax()
-        try:
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    agent=ocp.args.StandardSave(_to_host(params)), state=ocp.args.StandardSave(_to_host(state))
-                ),
-            )
-        except OSError as error:
-            raise CheckpointError(str(self.directory), None, f"cannot be written: {error.strerror or error}") from error
+        items = {"agent": ocp.args.StandardSave(_to_host(params)), "state": ocp.args.StandardSave(_to_host(state))}
+        with self._writing():
+            self._manager.save(step, args=ocp.args.Composite(**items))
         self._pending.append(step)
 
     def finished(self, *, wait: bool = False) -> list[int]:
-        """Steps whose save has completed since the last call; with ``wait``, blocks until all have."""
-        if not self._pending:
-            return []
-        if wait:
-            self._manager.wait_until_finished()
-        if self._manager.is_saving_in_progress():
+        """Steps that have come to lie on the disk since the last call; with ``wait``, blocks until no save is under way.
+
+        Raises CheckpointError when a save failed.
+        """
+        if not self._pending or (not wait and self._manager.is_saving_in_progress()):
             return []
         done, self._pending = self._pending, []
-        return done
+        with self._writing():
+            self._manager.wait_until_finished()  # a save that failed is no longer in progress either: only this tells
+        return [step for step in done if (self.directory / str(step)).is_dir()]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turns what orbax raises when a save failed, in the background too, into a CheckpointError."""
+        try:
+            yield
+        except Exception as error:  # of many kinds: of the system, of tensorstore, of orbax; all mean the same to the user
+            raise CheckpointError(str(self.directory), None, f"cannot be written: {_why(error)}") from error
 
     def restore_state(self, like: Any) -> Any:
         """The newest state, shaped like ``like`` (arrays or ShapeDtypeStructs). Raises CheckpointError."""
@@ -191,9 +196,18 @@ class Checkpoints:
         return _to_device(restored, like)
 
     def close(self) -> None:
-        """Waits for saves under way and releases threads."""
+        """Waits for saves under way and releases threads. Raises CheckpointError when one failed and nobody was told."""
         if "_manager" in self.__dict__:
-            self._manager.close()
+            try:
+                self.finished(wait=True)
+            finally:
+                self._manager.close()
+
+
+def _why(error: Exception) -> str:
+    """The system's reason where there is one; tensorstore has its number at the end of a very long line."""
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """The ``muzerox`` command: a thin layer over the Python API.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr), 130 stopped by a signal after saving.
+Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr), 130 stopped by a signal: a training after
+saving, unless a second one came.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from muzerox import config_io
 from muzerox.commands import Command, make_parser
-from muzerox.config import Config, paths
+from muzerox.config import RESUMABLE, Config, paths
 from muzerox.errors import ConfigError, RunFailed, UserError
 
 
@@ -54,13 +55,11 @@ def make_config(args: argparse.Namespace) -> Config:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--out", metavar="DIR", help="new directory of the run (default runs/<environment>-<seed>-<time>)")
+    parser.add_argument("--out", metavar="DIR", help="new directory of the run (default runs/<environment>-seed<seed>-<time>)")
     parser.add_argument(
         "--resume",
         metavar="DIR",
-        help="continue the run in DIR; of the other options only --set of "
-        "train.max_env_steps, target_return, eval_*, checkpoint_period, runtime.* but sizes, search.engine, search.split and "
-        "allocation.* apply",
+        help=f"continue the run in DIR; of the other options only --set applies, to {', '.join(RESUMABLE)}",
     )
     add_output_arguments(parser)
 
@@ -228,5 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         print(f"muzerox {args.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # a training takes the first one itself
+        print(f"muzerox {args.command}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         return 0  # whoever read our output has seen enough

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import itertools
 import math
 import tomllib
 from collections.abc import Mapping
@@ -105,8 +106,10 @@ class Config(Section):
 
     @property
     def replay_ratio(self) -> Fraction:
-        """``train.replay_ratio`` as a fraction, so that it is kept without rounding drift."""
-        return Fraction(self.train.replay_ratio).limit_denominator(1000) or Fraction(self.train.replay_ratio)
+        """``train.replay_ratio`` as a fraction, so that it is kept without rounding drift; a short one, within 1e-4 of it."""
+        exact = Fraction(self.train.replay_ratio)
+        rounded = (exact.limit_denominator(10**digits) for digits in itertools.count(3))
+        return next(ratio for ratio in rounded if abs(ratio - exact) <= exact / 10**4)
 
     @property
     def reanalyzed(self) -> int:
@@ -198,6 +201,31 @@ SECTIONS: dict[str, type] = {
     "runtime": RuntimeConfig,
     "allocation": AllocationConfig,
 }
+
+
+# What may change when a run is resumed: how long it goes on, how it is watched, what it is given, and by which of several ways
+# the same is computed. None touches what a checkpoint holds; engine and split of the search add up in another order.
+RESUMABLE = (
+    "train.max_env_steps",
+    "train.target_return",
+    "train.eval_period",
+    "train.eval_episodes",
+    "train.checkpoint_period",
+    "runtime.loop_count",
+    "runtime.cpu_actors",
+    "runtime.search_queue_size",
+    "runtime.batch_queue_size",
+    "runtime.role_threads",
+    "runtime.step_in",
+    "runtime.step_timeout",
+    "runtime.max_failures",
+    "search.engine",
+    "search.split",
+    "allocation.cores",
+    "allocation.memory_gib",
+    "allocation.device_memory",
+    "allocation.devices",
+)
 
 
 def _names(section: type) -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from muzerox.compilation import compiler_options
+from muzerox.errors import RunFailed, UserError
 from muzerox.opponents import Opponent, random_opponent
 from muzerox.types import Algorithm, Environment, HostEnvironment, Params, TimeStep
 
@@ -124,6 +126,9 @@ def make_host_episodes(
     Args:
       opponent: with two players, who the agent meets; it moves first in the odd games.
       max_steps: episodes are cut after this many steps, counting both players'.
+
+    Raises:
+      RunFailed: from ``play``, when an environment raises an exception or its process dies.
     """
     spec, size = env.spec, min(episodes, num_envs)
     make = env.make_evaluation or env.make
@@ -138,18 +143,22 @@ def make_host_episodes(
 
     def play(key: jax.Array | int, params: Params) -> Episodes:
         key_envs, key_play = jax.random.split(jax.random.key(int(key)) if isinstance(key, numbers.Integral) else key)
-        batch = make(size, int(jax.random.randint(key_envs, (), 0, np.iinfo(np.int32).max)))
+        seed = int(jax.random.randint(key_envs, (), 0, np.iinfo(np.int32).max))
+        with _simulating():
+            batch = make(size, seed)
         played = Episodes(np.zeros(episodes, np.float32), np.zeros(episodes, np.int32), np.zeros(episodes, np.bool_))
         try:
             for first in range(0, episodes, size):
                 returns, lengths, finished = (x[first : first + size] for x in played)  # views: written through
                 seat = (first + np.arange(size, dtype=np.int32)) % 2
                 round_key = jax.random.fold_in(key_play, first)
-                timestep = batch.reset()
+                with _simulating():
+                    timestep = batch.reset()
                 for t in range(max_steps):
                     legal = timestep.legal if spec.has_legal or spec.num_players == 2 else None
-                    action = choose(round_key, params, timestep.observation, legal, np.int32(t), seat)
-                    timestep = batch.step(np.asarray(action))
+                    action = np.asarray(choose(round_key, params, timestep.observation, legal, np.int32(t), seat))
+                    with _simulating():
+                        timestep = batch.step(action)
                     sign = np.where(t % 2 == seat, 1.0, -1.0) if spec.num_players == 2 else np.ones(size)
                     counted = slice(len(returns))  # the last round may need fewer than play
                     returns += np.where(finished, 0.0, sign[counted] * timestep.reward[counted])
@@ -162,6 +171,18 @@ def make_host_episodes(
         return played
 
     return play
+
+
+@contextmanager
+def _simulating() -> Iterator[None]:
+    """Turns whatever a simulator raises into a RunFailed of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # it is somebody else's code, and may also call sys.exit
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise RunFailed(f"the environment failed in an evaluation: {what}") from error
 
 
 def summarise(env: Environment | HostEnvironment, episodes: Episodes) -> Evaluation:

@@ -15,6 +15,9 @@ from muzerox.config import Config
 from muzerox.run_dir import RunDir
 from muzerox.types import Report
 
+# Metrics that are above 0 where the network cannot represent what it is to learn, and the key of ``network`` that is too small.
+_CLIPPED = {"reward_clipped": "reward_bound", "value_clipped": "value_bound"}
+
 
 class Reporter:
     """Writes what happens as it happens. Use as a context manager.
@@ -27,12 +30,13 @@ class Reporter:
     def __init__(self, run: RunDir, config: Config, *, quiet: bool, start: int):
         from tensorboardX import SummaryWriter
 
-        self._run, self._simulations = run, config.search.num_simulations
+        self._run, self._network, self._simulations = run, config.network, config.search.num_simulations
+        self._unwarned = dict(_CLIPPED)
         self._file: IO[str] = open(run.metrics_file, "a", encoding="utf-8")
         self._board = SummaryWriter(str(run.tensorboard))
-        self._console = Console(stderr=True, quiet=quiet)
+        self._console = _console(stderr=True, quiet=quiet)
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
             TextColumn("{task.fields[rate]}"),
@@ -58,7 +62,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """One line on stderr."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def deepened(self, simulations: int) -> None:
         """What is reported from now on is of searches with so many simulations."""
@@ -91,6 +95,8 @@ class Reporter:
         if report.mean_return is not None:
             row.update(mean_return=report.mean_return, mean_length=report.mean_length)
         self._write(row)
+        for name in [name for name in self._unwarned if report.metrics.get(name)]:
+            self._warn_clipped(name, self._unwarned.pop(name), report.metrics[name])
         result = f"return {report.mean_return:.1f}" if report.mean_return is not None else ""
         # The first dispatch compiles and counts as no time of training: it has no rate.
         rate = f"{steps_per_second:,.0f} steps/s" if train_seconds else "compiled"
@@ -98,6 +104,12 @@ class Reporter:
         if self._progress.disable and seconds - self._last_line >= 10.0:  # no terminal: a line now and then
             self._last_line = seconds
             self.say(f"{report.env_steps:,} steps, {rate}, {result}".removesuffix(", "))
+
+    def _warn_clipped(self, name: str, bound: str, share: float) -> None:
+        self.say(
+            f"warning: {100 * share:.3g}% of {name.removesuffix('_clipped')} targets lie beyond network.{bound} = "
+            f"{getattr(self._network, bound):g} and are clipped to it; train again with a larger one"
+        )
 
     def evaluation(self, env_steps: int, updates: int, seconds: float, summary: Mapping[str, Any]) -> None:
         """The summary of an evaluation."""
@@ -118,6 +130,11 @@ class Reporter:
         for name, value in row.items():
             if isinstance(value, int | float) and "env_steps" in row and name not in ("env_steps", "updates"):
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["env_steps"])
+
+
+def _console(**options: Any) -> Console:
+    """Prints text as it is: a path may hold what rich takes for its markup."""
+    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def draw_return_curve(run: RunDir, config: Config) -> None:
@@ -183,8 +200,8 @@ def pipeline_rows(pipeline: Mapping[str, float]) -> dict[str, str]:
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:
     """Two columns on stdout, as wide as they need."""
-    console = Console()
-    console.print(title, style="italic", highlight=False, soft_wrap=True)  # a title of the table's would be as narrow as it is
+    console = _console()
+    console.print(title, style="italic", soft_wrap=True)  # a title of the table's would be as narrow as it is
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -31,7 +31,7 @@ class RunDir:
 
     @staticmethod
     def default(config: Config) -> RunDir:
-        """``runs/<environment>-<seed>-<time>`` under the working directory."""
+        """``runs/<environment>-seed<seed>-<time>`` under the working directory."""
         name = config.env.partition(":")[2].replace("/", "_")
         return RunDir(Path("runs") / f"{name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
 
@@ -61,8 +61,12 @@ class RunDir:
 
     def load_config(self) -> Config:
         """The run's configuration. Raises CheckpointError when this is not a run."""
-        if not self.config_file.is_file():
-            what = "no such directory" if not self.path.exists() else "is not a run: it has no config.toml"
+        try:
+            found, exists = self.config_file.is_file(), self.path.exists()
+        except OSError as error:
+            raise CheckpointError(str(self.path), None, f"cannot be read: {error.strerror}") from None
+        if not found:
+            what = "is not a run: it has no config.toml" if exists else "no such directory"
             raise CheckpointError(str(self.path), None, what)
         return config_io.load(self.config_file)
 

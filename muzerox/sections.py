@@ -35,7 +35,10 @@ def _check_type(path: str, value: Any, kind: Any) -> Any:
     allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     for item in allowed:
         if item is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                raise ConfigError(path, value, "must be finite") from None
         if isinstance(value, item) and (item is bool or not isinstance(value, bool)):
             return value
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "absent"}

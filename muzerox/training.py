@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import signal
@@ -20,41 +21,19 @@ from muzerox import allocation, config_io, usage
 from muzerox.algorithms import make_algorithm
 from muzerox.checkpoint import Checkpoints
 from muzerox.compilation import compile_beside, compiler_options, enable_cache
-from muzerox.config import Config
-from muzerox.envs import make_env
+from muzerox.config import RESUMABLE, Config
+from muzerox.envs import in_process, make_env
 from muzerox.errors import CheckpointError, ConfigError, RunFailed
-from muzerox.evaluate import Episodes, Evaluation, make_episodes, make_host_episodes, summarise
+from muzerox.evaluate import HOST_BATCH, Episodes, Evaluation, make_episodes, make_host_episodes, summarise
 from muzerox.live import LiveKnobs
 from muzerox.precision import overflows_in_a_row, resolve
 from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
 from muzerox.runtimes import deepenings_by_updates, make_runtime, resolve_kind
+from muzerox.search import check_room
 from muzerox.timing import PhaseClock, PipelineTotals, seconds_since_process_start
 from muzerox.types import Environment, HostEnvironment, Params
 
-# What may change when a run is resumed: how long it goes on, how it is watched, what it is given, and by which of several ways
-# the same is computed. None touches what a checkpoint holds; engine and split of the search add up in another order.
-RESUMABLE = (
-    "train.max_env_steps",
-    "train.target_return",
-    "train.eval_period",
-    "train.eval_episodes",
-    "train.checkpoint_period",
-    "runtime.loop_count",
-    "runtime.cpu_actors",
-    "runtime.search_queue_size",
-    "runtime.batch_queue_size",
-    "runtime.role_threads",
-    "runtime.step_in",
-    "runtime.step_timeout",
-    "runtime.max_failures",
-    "search.engine",
-    "search.split",
-    "allocation.cores",
-    "allocation.memory_gib",
-    "allocation.device_memory",
-    "allocation.devices",
-)
 _REPORT_SECONDS = 0.5  # wall time of the dispatches between two reports
 
 
@@ -144,6 +123,7 @@ class _Session:
         with self.clock.phase("build"):
             self.env: Environment | HostEnvironment = make_env(config.env)
             self.config = resolve_kind(config, self.env)
+            _check_searches(self.config, self.env)
             self.deepenings = deepenings_by_updates(self.config)
             self._build(updates)
 
@@ -222,6 +202,14 @@ class _Session:
         reporter.say(f"from now on: {config.runtime.loop_count} updates a dispatch, {config.allocation.cores or 'all'} cores")
         return config.runtime.loop_count
 
+    def _save(self, state: Any, updates: int, checkpoints: Checkpoints, reporter: Reporter) -> None:
+        """Has this state on the disk, unless it is there already."""
+        with self.clock.phase("checkpoint"):
+            if checkpoints.latest() != updates:
+                checkpoints.save(updates, self.runtime.snapshot(state), state.learner.params)
+            for step in checkpoints.finished(wait=True):
+                reporter.saved(step, self.clock.total)
+
     def _loop(
         self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter, stopped: Callable[[], bool]
     ) -> TrainResult:
@@ -271,8 +259,12 @@ class _Session:
                 _check_progress(self.config, skipped)
                 done = updates >= last
             if done or updates >= evaluation_due:
-                with clock.phase("evaluate"):
-                    evaluation = self.evaluate(updates, state.learner.params)
+                try:
+                    with clock.phase("evaluate"):
+                        evaluation = self.evaluate(updates, state.learner.params)
+                except RunFailed:  # of a simulator: what was learnt is worth no less
+                    self._save(state, updates, checkpoints, reporter)
+                    raise
                 next_evaluation = self._next_evaluation(next_evaluation + 1, updates)
                 reporter.evaluation(env_steps, updates, clock.total, evaluation.to_dict())
                 done = done or _solved(self.config, evaluation)
@@ -286,11 +278,7 @@ class _Session:
                 for step in checkpoints.finished():
                     reporter.saved(step, clock.total)
 
-        with clock.phase("checkpoint"):
-            if checkpoints.latest() != updates:
-                checkpoints.save(updates, self.runtime.snapshot(state), state.learner.params)
-            for step in checkpoints.finished(wait=True):
-                reporter.saved(step, clock.total)
+        self._save(state, updates, checkpoints, reporter)
         trained = clock.seconds.get("train", 0.0)
         result = TrainResult(
             out=str(self.run.path),
@@ -324,6 +312,9 @@ def _make_evaluate(config: Config, env: Environment | HostEnvironment, algorithm
     device = jax.devices()[0]
     root = jax.random.fold_in(jax.random.key(config.seed), 2)
     if isinstance(env, HostEnvironment):
+        if config.runtime.step_in == "process":
+            make = functools.partial(in_process, config.env, timeout=config.runtime.step_timeout, evaluation=True)
+            env = env._replace(make_evaluation=make)
         on_host = make_host_episodes(env, algorithm, config.train.eval_episodes)
         compiled: Callable[[], Callable[..., Episodes]] = lambda: on_host  # noqa: E731
     else:
@@ -338,6 +329,15 @@ def _make_evaluate(config: Config, env: Environment | HostEnvironment, algorithm
         return summarise(env, compiled()(jax.random.fold_in(key, 1), params))
 
     return evaluate
+
+
+def _check_searches(config: Config, env: Environment | HostEnvironment) -> None:
+    """Raises ConfigError when a search of this training would be too large, which some find out long after its start."""
+    train = config.train
+    evaluated = min(train.eval_episodes, HOST_BATCH) if isinstance(env, HostEnvironment) else train.eval_episodes
+    for roots in (config.runtime.num_envs, evaluated, config.reanalyzed * (train.unroll_steps + 1)):
+        if roots:
+            check_room(config.search, roots, env.spec.num_actions)
 
 
 def _solved(config: Config, evaluation: Evaluation | None) -> bool:

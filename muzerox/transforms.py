@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 EPSILON = 1e-3
+_ROUNDING = 1e-3  # of what lies at the bound itself: a value that was decoded, and is encoded again
 
 
 def signed_hyperbolic(x: jax.Array) -> jax.Array:
@@ -54,6 +55,12 @@ def two_hot(x: jax.Array, bound: float, num_bins: int) -> jax.Array:
     # A hat function a bin: 1 at the bin, 0 one bin away, linear between.
     distance = jnp.abs(jnp.expand_dims(position, -1) - _along_bins(np.arange(num_bins, dtype=np.float32), x.ndim))
     return jnp.maximum(0.0, 1.0 - distance)
+
+
+def share_clipped(x: jax.Array, mask: jax.Array, bound: float) -> jax.Array:
+    """[] float32: the share of the scalars where ``mask`` (same shape) is 1 that :func:`two_hot` clips, but for rounding."""
+    clipped = jnp.abs(x) > bound * (1.0 + _ROUNDING)
+    return jnp.sum(clipped * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
 def expected_value(logits: jax.Array, bound: float) -> jax.Array:

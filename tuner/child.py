@@ -38,7 +38,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class Child:
-    """A process of ``muzerox train``. Its stderr is ours; what it prints is kept."""
+    """A process of ``muzerox train``. Its stderr is ours; what it prints is kept. A terminal's signals are ours to pass on."""
 
     def __init__(self, arguments: Sequence[str], *, as_json: bool):
         command = [sys.executable, "-m", "muzerox", "train", *arguments, *(["--json"] if as_json else [])]
@@ -48,7 +48,8 @@ class Child:
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
         self.began, self._asked = time.monotonic(), False
         starter = [sys.executable, "-S", "-c", _DIE_POLITELY, str(os.getpid())]
-        self._process = subprocess.Popen([*starter, *command], stdout=self._stdout, env=environment)
+        # In a session of its own: whether Ctrl-C came to all of a terminal or to us alone, it hears of it once.
+        self._process = subprocess.Popen([*starter, *command], stdout=self._stdout, env=environment, start_new_session=True)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Its exit code; None while it lives, after so many seconds."""
@@ -62,6 +63,15 @@ class Child:
         if not self._asked:
             self._asked = True
             self._process.terminate()
+
+    def hurry(self) -> None:
+        """Asks it again: it ends without saving."""
+        self._process.terminate()
+
+    def send(self, number: int) -> None:
+        """Sends it and its simulators a signal."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         """Ends it as it is."""
@@ -139,17 +149,26 @@ class Training:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """The child answers both by saving. A terminal sends it Ctrl-C itself; a second would end it at once: not passed on."""
-
-        def interrupt(*_: Any) -> None:
-            self.stopping = True
+        """Ctrl-C and SIGTERM have the child save and stop, a second Ctrl-C at once; Ctrl-Z stops it with us."""
 
         def terminate(*_: Any) -> None:
             self.stopping = True
             if self._process is not None:
                 self._process.stop()
 
-        handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
+        def interrupt(*_: Any) -> None:
+            if self.stopping and self._process is not None:
+                self._process.hurry()
+            terminate()
+
+        def pause(*_: Any) -> None:
+            if self._process is not None:
+                self._process.send(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            if self._process is not None:
+                self._process.send(signal.SIGCONT)
+
+        handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate, signal.SIGTSTP: pause}
         previous = {number: signal.signal(number, how) for number, how in handlers.items()}
         try:
             yield

@@ -74,6 +74,7 @@ def _tune(args: argparse.Namespace) -> int:
     from tuner.goal import Goal
     from tuner.loop import tune
     from tuner.objective import STALENESS_PRICE
+    from tuner.report import print_tuning
 
     goal = Goal.parse(args.objective, args.prices, args.max_cores, args.max_memory)
     _stay_off_the_accelerator()
@@ -86,21 +87,7 @@ def _tune(args: argparse.Namespace) -> int:
         staleness_price=STALENESS_PRICE if args.staleness_price is None else args.staleness_price,
         goal=goal,
     )
-    if args.json:
-        print(json.dumps(result.to_dict()))
-    else:
-        _print_tuning(result)
-    if not result.finished:
-        print(f"stopped; the best so far is in {args.out}/tuned.toml; the same command continues", file=sys.stderr)
-    return 0 if result.finished else 130
-
-
-def _print_tuning(result: Any) -> None:
-    from tuner.report import closing_rows, print_trials
-
-    print_trials(result.history)
-    files = {"tuned configuration": f"{result.out}/tuned.toml", "report": f"{result.out}/report.html"}
-    print_table(f"muzerox tune: {result.out}", closing_rows(result) | files)
+    return print_tuning(result, args.out, as_json=args.json)
 
 
 TUNE = Command(
@@ -179,7 +166,7 @@ def _measure(args: argparse.Namespace) -> int:
     from tuner.bridge import allocation_checked, concrete
     from tuner.corrections import check_memory
     from tuner.fingerprint import fingerprint
-    from tuner.history import shared_store
+    from tuner.history import share, shared_store
     from tuner.measure import measure_config
     from tuner.workload import describe
 
@@ -192,7 +179,7 @@ def _measure(args: argparse.Namespace) -> int:
     served = concrete(config, hardware.platform)
     check_memory(served, describe(served))
     measurement = measure_config(config, hardware=hardware, repeats=args.repeats, timeout=args.timeout)[0]
-    shared_store(hardware.id).append(measurement.to_dict())
+    share(measurement, shared_store(hardware.id))
     _print_figures(f"muzerox measure: {config.env}", served, _figures(measurement), measurement.waits, as_json=args.json)
     return 0 if measurement.outcome == Outcome.OK else 1
 
@@ -284,6 +271,7 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     import numpy as np
 
     from tuner.loop import tune
+    from tuner.report import print_tuning
     from tuner.resources import balance_of
     from tuner.result import parse_budget
     from tuner.retune import train_in_phases
@@ -297,10 +285,10 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     run = RunDir(out)
     run.check_new()
     result = tune(config, budget=args.tune, out=out.with_name(out.name + "-tuning"))
-    if not args.json:
-        _print_tuning(result)
     if not result.finished:
-        return 130
+        return print_tuning(result, out, as_json=args.json)
+    if not args.json:  # else it is told with the training
+        print_tuning(result, out, as_json=False)
     tuned = Path(result.out) / "tuned.toml"
     how = train_in_phases(
         result.config,

@@ -13,11 +13,13 @@ from tuner.bridge import Config
 from tuner.history import Trial
 from tuner.measure import Timing, clearly_faster, measure_in_alternation, paired_ratio
 
+LUCK = 0.05  # how often one that is no faster than the start may be chosen all the same
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
 # A trial alone is off by what the machine does meanwhile: played back with such noise, the best of the four fastest was from as
 # far to half as far from the optimum as the best of two. Time is kept for two; the others have what trials leave.
 FINALISTS, RESERVED = 4, 2
-# Rounds differ by 0.11 in logarithms: of 9 one in twenty, of 15 next to none misses what is 1.15 times as fast.
+# Rounds differ by 0.11 in logarithms: of 9 one in four, of 15 next to none misses the one of four rivals that is 1.15 times as
+# fast.
 MIN_ROUNDS, MAX_ROUNDS = 15, 25
 LONG_ROUNDS = 3  # at least, where MIN_ROUNDS would take more than SHARE of the budget
 SHARE = 0.2
@@ -33,13 +35,17 @@ class Comparison(NamedTuple):
     """How it ended: ``chosen`` of the rivals was clearly faster, or none; the start's and the chosen one's bursts are paired."""
 
     base: Measurement
-    chosen: int | None
+    chosen: int | None  # None, too, where the start did not run
     ours: Measurement  # the start's where none was
 
 
 def finalists(trials: Sequence[Trial], program: Callable[[Trial], Hashable], cost: Callable[[Measurement], float]) -> list[Trial]:
-    """The best trials after the first, one of each ``program``: the others that a process timed differ from it by little."""
-    ranked = sorted((t for t in trials if t.seconds is not None and t.number != 0), key=lambda t: cost(t.measurement))
+    """The best trials after the first, one of each ``program``: the others that a process timed differ from it by little.
+
+    Those alone that there is memory for beside the first, the start.
+    """
+    start, *others = trials
+    ranked = sorted((t for t in others if t.seconds is not None and _fit_together([start, t])), key=lambda t: cost(t.measurement))
     by_program = {program(trial): trial for trial in reversed(ranked)}
     return sorted(by_program.values(), key=lambda t: cost(t.measurement))[:FINALISTS]
 
@@ -56,7 +62,10 @@ class Schedule(NamedTuple):
         return self._shortest(trials[: 1 + RESERVED])
 
     def plan(self, trials: Sequence[Trial], left: float) -> tuple[int, int]:
-        """How many rivals to compare in the seconds ``left``, at least one, and for how many rounds at least."""
+        """How many rivals to compare in the seconds ``left``, at least one, and for how many rounds at least.
+
+        Each alone fits into memory beside the start, as :func:`finalists` do.
+        """
         rivals = len(trials) - 1
         while rivals > 1:
             compared = trials[: 1 + rivals]
@@ -104,33 +113,55 @@ def compare(
     fewest: int,
     left: float,
     seconds: float,
+    timeout: float,
     price: Price,
     rent: Price,
     up: Timing | None = None,
-) -> Comparison | None:
-    """Measures ``rivals`` against ``start``, all alive, burst by burst; None when the start did not run.
+) -> Comparison:
+    """Measures ``rivals`` against ``start``, all alive, burst by burst. With what they pay, one must be clearly faster.
 
     Args:
       fewest: rounds; more, up to MAX_ROUNDS, while they and the end of a tuning fit into the seconds ``left``.
       seconds: of a burst.
+      timeout: seconds that compiling, or a burst, may take.
       rent: what a second of a configuration counts as.
       price: what it pays beside, as a share of its time.
       up: a process of the start, which stays up.
     """
     until = time.monotonic() + left - _FINISHING
     base, *measured = measure_in_alternation(
-        [start, *rivals], hardware=hardware, rounds=MAX_ROUNDS, fewest=fewest, until=until, seconds=seconds, up=up
+        [start, *rivals],
+        hardware=hardware,
+        rounds=MAX_ROUNDS,
+        fewest=fewest,
+        until=until,
+        seconds=seconds,
+        timeout=timeout,
+        up=up,
     )
+    chosen = choose(base, measured, price, rent)
+    return Comparison(base, chosen, base if chosen is None else measured[chosen])
+
+
+def choose(base: Measurement, measured: Sequence[Measurement], price: Price, rent: Price) -> int | None:
+    """The best of the rivals that are clearly faster than ``base``, all with what they pay; None where none is.
+
+    That any is by luck alone happens no more often than ``LUCK``, however many there are.
+    """
     if base.outcome != Outcome.OK:
         return None
-    paid = [_at_rent(m, rent(m) / rent(base)) for m in measured]
-    faster = [i for i, m in enumerate(paid) if m.outcome == Outcome.OK and clearly_faster(m, base, MIN_GAIN)]
-    if not faster:
-        return Comparison(base, None, base)
-    chosen = min(faster, key=lambda i: price(measured[i]) - math.log(paired_ratio(paid[i], base)))
-    return Comparison(base, chosen, measured[chosen])
+    paid = {
+        i: _as_it_counts(m, rent(m) / rent(base) * math.exp(price(m) - price(base)))
+        for i, m in enumerate(measured)
+        if m.outcome == Outcome.OK
+    }
+    if not paid:
+        return None
+    faster = clearly_faster(list(paid.values()), base, MIN_GAIN, LUCK)
+    beaten_by = [i for i, beats in zip(paid, faster, strict=True) if beats]
+    return max(beaten_by, key=lambda i: paired_ratio(paid[i], base), default=None)
 
 
-def _at_rent(measured: Measurement, rent: float) -> Measurement:
-    """With bursts as long as they count."""
-    return dataclasses.replace(measured, repeats=tuple(seconds * rent for seconds in measured.repeats))
+def _as_it_counts(measured: Measurement, factor: float) -> Measurement:
+    """With bursts ``factor`` times as long, as they count beside others."""
+    return dataclasses.replace(measured, repeats=tuple(seconds * factor for seconds in measured.repeats))

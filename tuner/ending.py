@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from predictor import Measurement
+from predictor import Measurement, Outcome
 from tuner import balance, comparison, corrections, resources
 from tuner.anchor import Anchor
 from tuner.bridge import Config
 from tuner.comparison import MIN_GAIN, Schedule
+from tuner.disk import saving
 from tuner.history import Trial
 from tuner.html_report import write_report
 from tuner.levels import Levels
-from tuner.measure import paired_ratio
+from tuner.measure import paired_ratio, patience
 from tuner.proposer import Proposer
 from tuner.report import draw_history
 from tuner.result import TuneResult
@@ -62,8 +64,9 @@ class Ending:
         """The best trials against the start, which wins unless it is clearly beaten."""
         task, start, finalists = self._task, trials[0], self._finalists(trials)
         if not finalists:
-            task.progress.say("nothing ran beside the start; a larger budget may find more")
-            return self.result(trials, start, start.measurement, start.measurement, finished=True)
+            ran = any(trial.seconds is not None for trial in trials[1:])
+            fits_not = "the start stays: there is no memory for it and another side by side, and nothing was compared"
+            return self._start_stays(trials, fits_not if ran else "nothing ran beside the start; a larger budget may find more")
         measured, left = [start, *finalists], task.budget - self._elapsed()
         rivals, fewest = self._schedule().plan(measured, left)
         task.progress.say(f"comparing the best {rivals} with the start in alternation, at least {fewest} rounds")
@@ -76,24 +79,38 @@ class Ending:
             fewest=fewest,
             left=left,
             seconds=task.burst,
+            timeout=patience(start.measurement.wall_seconds, max(self._compile_seconds(config) for config in configs)),
             price=self._proposer.price,
             rent=self._proposer.rent,
             up=self._anchor.timed_anew(),
         )
         self._anchor.close()
-        if found is None:
-            return self.interrupted(trials)
+        if found.base.outcome != Outcome.OK:
+            why = f"{found.base.outcome}: {found.base.error}"
+            return self._start_stays(trials, f"the start stays: it failed in the comparison, and nothing was compared ({why})")
         best = start if found.chosen is None else finalists[found.chosen]
-        return self.result(trials, best, found.base, found.ours, finished=True)
+        return self._result(trials, best, found.base, found.ours, finished=True)
+
+    def _compile_seconds(self, config: Config) -> float:
+        return self._proposer.predictor.predict(describe(config), self._task.hardware).compile_seconds
+
+    def _start_stays(self, trials: Sequence[Trial], why: str) -> TuneResult:
+        """The start, as it was measured first; ``why`` it was compared with nothing is said."""
+        self._task.progress.say(why)
+        start = trials[0]
+        return self._result(trials, start, start.measurement, start.measurement, finished=True)
 
     def interrupted(self, trials: Sequence[Trial]) -> TuneResult:
-        """The best so far, which was not compared with the start."""
-        return self.result(trials, self.best(trials), None, None, finished=False)
+        """The best so far, which was not compared with the start; what an earlier comparison chose, where there was one."""
+        if (verified := self._kept(trials)) is not None:
+            self._task.progress.say("tuned.toml stays what the last comparison chose, until the next one")
+            return dataclasses.replace(verified, finished=False)
+        return self._result(trials, self.best(trials), None, None, finished=False)
 
-    def result(
+    def _result(
         self, trials: Sequence[Trial], best: Trial, base: Measurement | None, ours: Measurement | None, *, finished: bool
     ) -> TuneResult:
-        """The outcome ``best``, written to the tuning's folder.
+        """The outcome ``best``; when it is finished it is on disk, whatever becomes of the files that tell of it.
 
         Args:
           base: the start, and ``ours`` the best, as they were compared; None where they were not.
@@ -125,21 +142,28 @@ class Ending:
             history=tuple(trials),
             drifts=self._levels.drifts,
         )
-        task.folder.save_tuned(config)
         if finished:
             task.folder.save_result(result.to_dict())
-        draw_history(task.folder.plot_file, trials, result.config.env)
-        write_report(task.folder.report_file, result, predictor, task.space)
         return result
 
     def told(self, trials: Sequence[Trial]) -> TuneResult | None:
-        """How it ended already; None where it did not."""
+        """How it ended already with just these trials; None where it did not."""
+        told = self._task.folder.result()
+        return self._kept(trials) if told is not None and told.get("trials") == len(trials) else None
+
+    def _kept(self, trials: Sequence[Trial]) -> TuneResult | None:
+        """How it ended when it did last, maybe with fewer trials; None where it never did."""
         task = self._task
-        told = task.folder.result()
-        if told is None:
+        kept = task.folder.result()
+        if kept is None:
             return None
-        told["out"] = str(task.folder.path)  # it may have been moved since
-        result = TuneResult.from_dict(told, start=task.start, hardware=task.hardware, history=trials)
-        if not task.folder.report_file.exists():  # it was killed before it was written
-            write_report(task.folder.report_file, result, self._proposer.predictor, task.space)
-        return result
+        kept["out"] = str(task.folder.path)  # it may have been moved since
+        return TuneResult.from_dict(kept, start=task.start, hardware=task.hardware, history=trials)
+
+    def write(self, result: TuneResult) -> None:
+        """``tuned.toml``, the plot and the report. What is finished is in ``result.json`` before: a kill costs no comparison."""
+        folder = self._task.folder
+        folder.save_tuned(result.config)
+        with saving("--out", folder.path):
+            draw_history(folder.plot_file, result.history, result.config.env)
+            write_report(folder.report_file, result, self._proposer.predictor, self._task.space)

@@ -11,6 +11,7 @@ from typing import Any
 
 from predictor import Hardware, SchemaError
 from tuner.bridge import compiler_options, device_facts, home, write_atomically
+from tuner.disk import saving
 from tuner.worker_client import Worker, WorkerFailed
 
 _REPEATS = 11
@@ -105,6 +106,7 @@ def fingerprint(*, again: bool = False, say: Callable[[str], None] = _whisper) -
     ``say`` takes the one line that says it is being measured; by default it goes to stderr.
 
     Raises:
+      UserError: it cannot be kept there.
       WorkerFailed: the device could not be used.
     """
     folder = home() / "hardware"
@@ -115,11 +117,13 @@ def fingerprint(*, again: bool = False, say: Callable[[str], None] = _whisper) -
             return Hardware.from_dict(json.loads(file.read_text("utf-8")))
         except (SchemaError, ValueError):
             file.unlink()  # of an older version, or damaged: measured anew
+    with saving("MUZEROX_HOME", home()):  # what cannot be kept is not measured first
+        folder.mkdir(parents=True, exist_ok=True)
     say("measuring the machine, once: a few seconds")
     with Worker({"kind": "fingerprint", "allocation": {}}) as worker:
         hardware = Hardware.from_dict(worker.answer())
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(hardware.to_dict(), indent=1) + "\n")
+    with saving("MUZEROX_HOME", home()):
+        write_atomically(file, json.dumps(hardware.to_dict(), indent=1) + "\n")
     return hardware
 
 

@@ -54,15 +54,19 @@ class Goal:
         bound = math.inf if self.max_memory_gib is None else self.max_memory_gib * GIB
         return dataclasses.replace(hardware, memory_bytes=int(min(hardware.memory_bytes, bound)))
 
-    def bounded(self, start: Config) -> Config:
-        """The configuration with no more cores and memory than the goal allows."""
-        given = start.allocation
+    def bounded(self, start: Config, hardware: Hardware) -> Config:
+        """The configuration with no more cores and memory than the goal allows, where that is less than the machine has."""
+        given, memory = start.allocation, self.max_memory_gib
         changes: dict[str, Any] = {}
         if self.max_cores is not None:
             changes["allocation.cores"] = min(given.cores or self.max_cores, self.max_cores)
-        if self.max_memory_gib is not None:
-            changes["allocation.memory_gib"] = min(given.memory_gib or self.max_memory_gib, self.max_memory_gib)
+        if memory is not None and memory * GIB < hardware.memory_bytes:
+            changes["allocation.memory_gib"] = min(given.memory_gib or memory, memory)
         return start.replace(changes)
+
+    def kept_to(self, start: Config) -> Goal:
+        """The goal of a tuning from ``start``, which is bounded: no other is given more memory than that asks for."""
+        return dataclasses.replace(self, max_memory_gib=start.allocation.memory_gib)
 
     @property
     def name(self) -> str:

@@ -6,12 +6,13 @@ import dataclasses
 import fcntl
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from predictor import Measurement, OtherVersion, SchemaError, Store
 from tuner.bridge import Config, RunDir, UserError, home, load_config, toml, write_atomically
+from tuner.disk import saving
 from tuner.drift import Drift
 
 HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
@@ -89,7 +90,7 @@ class TuneDir:
           UserError: it holds something else, or cannot be written.
         """
         self.check()
-        try:
+        with saving("--out", self.path):
             if self.start_file.exists():
                 if load_config(self.start_file) != config:
                     rule = "holds a tuning that started from another configuration; give another --out"
@@ -97,12 +98,15 @@ class TuneDir:
                 return
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.start_file, toml(config))
-        except OSError as error:
-            raise UserError("--out", str(self.path), f"cannot be written: {error.strerror}") from None
 
     def lock(self) -> IO[str]:
-        """Holds the folder until the file is closed or the process dies. Raises UserError when another process does."""
-        handle = open(self.path / ".lock", "w")
+        """Holds the folder until the file is closed or the process dies.
+
+        Raises:
+          UserError: another process does, or it cannot be written.
+        """
+        with saving("--out", self.path):
+            handle = open(self.path / ".lock", "w")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -116,17 +120,28 @@ class TuneDir:
         return self._trials
 
     def trials(self) -> list[Trial]:
-        """Every trial so far, in order. Raises UserError for a damaged file."""
+        """Every trial so far, in order; of several with a number the last. Raises UserError for a damaged file."""
         try:
-            return sorted((Trial.from_dict(row) for row in self._store().rows()), key=lambda trial: trial.number)
+            by_number = {trial.number: trial for trial in map(Trial.from_dict, self._store().rows())}
+            return [by_number[number] for number in sorted(by_number)]
         except OtherVersion:
             raise UserError("--out", str(self.path), "holds a tuning by another version; give another --out") from None
         except ValueError as error:  # StoreError and SchemaError are such
             raise UserError(str(self.path / "trials"), None, str(error)) from None
 
+    def check_same(self, knobs: Collection[str], objective: str) -> None:
+        """Raises UserError when its trials moved other knobs (paths) than these, or it ended with another objective."""
+        if any(set(trial.changes) != set(knobs) for trial in self.trials()):
+            raise UserError("--out", str(self.path), "holds a tuning with other --knobs; give those, or another --out")
+        ended = self.result() or {}
+        if (other := ended.get("objective", objective)) != objective:
+            rule = f"holds a tuning with --objective {other}, not {objective}; give that, or another --out"
+            raise UserError("--out", str(self.path), rule)
+
     def append(self, trial: Trial) -> None:
-        """Keeps a trial; when this returns it is on disk."""
-        self._store().append(trial.to_dict())
+        """Keeps a trial; when this returns it is on disk. Raises UserError when it cannot be."""
+        with saving("--out", self.path):
+            self._store().append(trial.to_dict())
 
     def result(self) -> dict[str, Any] | None:
         """What ``save_result`` wrote; None before. Raises UserError when it is damaged."""
@@ -148,21 +163,31 @@ class TuneDir:
 
     def save_drifts(self, drifts: Sequence[Drift]) -> None:
         """Writes ``drift.json``, whole or not at all."""
-        write_atomically(self.drift_file, json.dumps([drift.to_dict() for drift in drifts], indent=1) + "\n")
+        with saving("--out", self.path):
+            write_atomically(self.drift_file, json.dumps([drift.to_dict() for drift in drifts], indent=1) + "\n")
 
     def save_tuned(self, config: Config) -> None:
         """Writes ``tuned.toml``, whole or not at all."""
-        write_atomically(self.tuned_file, toml(config))
+        with saving("--out", self.path):
+            write_atomically(self.tuned_file, toml(config))
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Writes ``result.json``, whole or not at all; a report of what was before it is gone."""
-        self.report_file.unlink(missing_ok=True)
-        write_atomically(self.result_file, json.dumps(result, indent=1) + "\n")
+        with saving("--out", self.path):
+            self.report_file.unlink(missing_ok=True)
+            write_atomically(self.result_file, json.dumps(result, indent=1) + "\n")
 
 
 def shared_store(hardware_id: str) -> Store:
-    """What every tuning and measuring on this kind of machine adds to, and predictions learn from."""
-    return Store(home() / "measurements" / hardware_id)
+    """What every tuning and measuring on this kind of machine adds to, and predictions learn from. Raises UserError."""
+    with saving("MUZEROX_HOME", home()):
+        return Store(home() / "measurements" / hardware_id)
+
+
+def share(measurement: Measurement, store: Store) -> None:
+    """Adds to what :func:`shared_store` gave. Raises UserError when it cannot be written."""
+    with saving("MUZEROX_HOME", home()):
+        store.append(measurement.to_dict())
 
 
 def shared_measurements(hardware_id: str, say: Callable[[str], None]) -> list[Measurement]:

@@ -135,6 +135,7 @@ def _headline(seen: View) -> Iterator[Markup]:
         return
     if seen.start_stays:
         why = f"nothing that was measured beat it clearly, by {MIN_GAIN:.2f}x or more, in alternation"
+        why = why if result.compared else "nothing was compared with it"
         text = f"{where}: the start stays; {why if len(result.history) > 1 else 'there was no time to measure another'}"
         text += f" ({1 / (start.seconds_per_env_step or 1.0):,.0f} environment steps/s)." if start.seconds_per_env_step else "."
         yield page.paragraph(text, "lead")

@@ -24,10 +24,10 @@ from tuner.bridge import Config, UserError, allocation_checked, concrete, enable
 from tuner.ending import Ending
 from tuner.fingerprint import fingerprint
 from tuner.goal import Goal
-from tuner.history import HISTORY, Trial, TuneDir, shared_measurements, shared_store
+from tuner.history import HISTORY, Trial, TuneDir, share, shared_measurements, shared_store
 from tuner.levels import Levels
 from tuner.live import Progress
-from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config
+from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, patience
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import COLDEST, NOTHING, Proposer, role_of, temperature_of
@@ -82,7 +82,7 @@ def tune(
         hardware = fingerprint(say=progress.say)
         if goal.energy and (why := no_energy(hardware.platform)):
             raise UserError("objective", goal.name, f"energy cannot be read on this machine: {why}", "cost")
-        start = goal.bounded(concrete(config, hardware.platform))
+        start = goal.bounded(concrete(config, hardware.platform), hardware)
         if start.search.final_simulations is not None:
             progress.say(
                 f"tuned for searches of {start.search.num_simulations} simulations; train --tune looks again as they deepen"
@@ -120,7 +120,9 @@ class _Tuning:
         """``began`` is when this process began with it, of ``time.monotonic``."""
         self.task, self.space, self.hardware, self.progress = task, task.space, task.hardware, task.progress
         start, folder, most_cores = task.start, task.folder, task.goal.max_cores
-        self.trials = folder.trials()
+        folder.check_same({knob.path for knob in self.space.knobs}, task.goal.name)
+        kept = folder.trials()
+        self.trials = kept if kept and kept[0].seconds is not None else []  # a start that failed is measured anew
         self._began, self._spent_before = began, self.trials[-1].elapsed if self.trials else 0.0
         self.store = shared_store(self.hardware.id)
         seen = [trial.measurement for trial in self.trials]
@@ -129,7 +131,8 @@ class _Tuning:
         # By other machines, then by other work on this one; a tuning's own runs are what is learnt again and again.
         taught = RuntimePredictor.pretrained().fit(elsewhere)
         an_update = task.staleness_price / start.train.target_period
-        self.proposer = Proposer(self.space, self.hardware, taught, jax.random.key(task.seed), an_update, task.goal)
+        key, goal = jax.random.key(task.seed), task.goal.kept_to(start)
+        self.proposer = Proposer(self.space, self.hardware, taught, key, an_update, goal)
         self.levels = Levels(start, self.hardware, folder, self.progress.say)
         self.anchor = self.progress.enter(Anchor(hardware=self.hardware, say=self.progress.say))
         self.ending = Ending(task, self.proposer, self.levels, self.most, self.anchor, self.elapsed)
@@ -154,27 +157,32 @@ class _Tuning:
     # Rounds ----------------------------------------------------------------------------------------------------------
 
     def run(self) -> TuneResult:
-        """Baseline, rounds, comparison. Ctrl-C keeps the best so far."""
+        """Baseline, rounds, comparison, and the files that tell of them. Ctrl-C keeps the best so far."""
         try:
-            if not self.trials:
-                self._baseline()
-            else:
-                self.progress.say(f"continuing after {len(self.trials)} trials and {self._spent_before:.0f} s")
-                self.progress.resume(self.trials)
-            self._require_baseline()
-            self._learn()
-            number = sum(trial.role != "shared" for trial in self.trials)
-            before = len(self.trials)
-            while (left := self._trials_left()) and self._round(number, left):
-                number += 1
-            if len(self.trials) == before and (told := self.ending.told(self.trials)) is not None:
-                self.progress.say(f"{self.task.folder.path} has already spent its budget; go on with a larger one")
-                return told
-            return self.ending.compare(self.trials)
+            result = self._search()
         except KeyboardInterrupt:
             if not self.trials or self.trials[0].seconds is None:
                 raise
-            return self.ending.interrupted(self.trials)
+            result = self.ending.interrupted(self.trials)
+        self.ending.write(result)
+        return result
+
+    def _search(self) -> TuneResult:
+        """How it ends, by what is measured until the budget is spent; by what is known, where it has been."""
+        if not self.trials:
+            self._baseline()
+        else:
+            self.progress.say(f"continuing after {len(self.trials)} trials and {self._spent_before:.0f} s")
+            self.progress.resume(self.trials)
+        self._require_baseline()
+        self._learn()
+        number = sum(trial.role != "shared" for trial in self.trials)
+        while (left := self._trials_left()) and self._round(number, left):
+            number += 1
+        if (told := self.ending.told(self.trials)) is not None:
+            self.progress.say(f"{self.task.folder.path} has already spent its budget; go on with a larger one")
+            return told
+        return self.ending.compare(self.trials)
 
     def _baseline(self) -> None:
         self.progress.say("measuring the initial configuration")
@@ -247,26 +255,23 @@ class _Tuning:
         expected = self.predictor.predict(describe(config), self.hardware)
         self.progress.trial(number, role, self._describe_changes(changes), expected.seconds_per_env_step, self.elapsed())
         before = time.monotonic()
-        # The first may have found its programs in the cache, and a core may be all that another compiles with.
-        timeout = max(30.0, 3.0 * (first.measurement.wall_seconds if first else 60.0), 5.0 * expected.compile_seconds)
-        hardware, seconds, counts = self.hardware, self.task.burst, self.proposer.further_loop_counts(self.space.encode(changes))
+        timeout = patience(first.measurement.wall_seconds if first else 60.0, expected.compile_seconds)
+        hardware, counts = self.hardware, self.proposer.further_loop_counts(self.space.encode(changes))
+        limits: dict[str, Any] = {"seconds": self.task.burst, "enough": ENOUGH_SECONDS, "timeout": timeout}
         if beside is not None:
-            measurements = [measure_beside(config, *beside, hardware=hardware, seconds=seconds, timeout=timeout)]
+            measurements = [measure_beside(config, *beside, hardware=hardware, **limits)]
         elif first is None:
-            limits = {"seconds": seconds, "enough": ENOUGH_SECONDS, "timeout": timeout}
             measurements = self.anchor.measure(config, loop_counts=counts, **limits)
         else:
             measurements = measure_config(
                 config,
                 hardware=hardware,
-                seconds=seconds,
-                timeout=timeout,
-                enough=ENOUGH_SECONDS,
+                **limits,
                 loop_counts=counts,
                 hopeless=HOPELESS * min(trial.seconds for trial in self.trials if trial.seconds),
                 reference=self.anchor.beside(Config.from_dict(first.config), first.measurement, timeout),
             )
-        share = (time.monotonic() - before) / len(measurements)
+        each = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):
             looped = config.replace("runtime.loop_count", int(measurement.workload.loop_count))
             uncalibrated, base, full, interval = self._predictions(looped)
@@ -275,7 +280,7 @@ class _Tuning:
                 role=role if index == 0 else "shared",
                 changes=changes | ({"runtime.loop_count": looped.runtime.loop_count} if index else {}),
                 config=looped.to_dict(),
-                measurement=dataclasses.replace(measurement, wall_seconds=measurement.wall_seconds if index == 0 else share),
+                measurement=dataclasses.replace(measurement, wall_seconds=measurement.wall_seconds if index == 0 else each),
                 predicted_uncalibrated=uncalibrated,
                 predicted_base=base,
                 predicted=full,
@@ -286,7 +291,7 @@ class _Tuning:
                 predicted_interval=interval,
             )
             self.task.folder.append(trial)
-            self.store.append(trial.measurement.to_dict())
+            share(trial.measurement, self.store)
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
 

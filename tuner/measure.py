@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from scipy.special import stdtr
 
 from predictor import Hardware, Measurement, Outcome
@@ -24,6 +25,14 @@ REPEATS = 5
 ENOUGH_SECONDS = 6.0  # of bursts: where cycles of acting and learning are long, fewer of them say as much
 HOPELESS_BURSTS = 2  # after which what is slower than is worth knowing is given up
 _SPREAD = 0.07  # of a round's logarithm: bursts of one configuration differ by as much, whatever a few of them say
+
+
+def patience(first_seconds: float, compile_seconds: float) -> float:
+    """Seconds that compiling, or a burst, of what is tuned may take: the start's process took ``first_seconds`` in all.
+
+    That may have found its programs in the cache; another may have a core to compile with, and is expected to take so long.
+    """
+    return max(30.0, 3.0 * first_seconds, 5.0 * compile_seconds)
 
 
 class Timing:
@@ -98,7 +107,6 @@ class Timing:
         def median(name: str) -> float:
             return statistics.median(burst[name] for burst in bursts)
 
-        seconds = median("seconds_per_env_step")
         device = [burst["device_peak_bytes"] for burst in bursts if burst["device_peak_bytes"] is not None]
         joules = [burst["joules_per_env_step"] for burst in bursts if burst["joules_per_env_step"] is not None]
 
@@ -107,16 +115,16 @@ class Timing:
 
         waits = {name for burst in bursts for name in burst["waits"]}
         peak, allowed = max(burst["peak_bytes"] for burst in bursts), common["workload"].memory_bytes
-        # A training that goes well until it saves its first checkpoint does not go well.
-        short = f"saving needs {peak / 2**30:.2f} GiB of {allowed / 2**30:.2f}" if 0 < allowed < peak else None
+        common |= {"peak_bytes": peak, "device_peak_bytes": max(device) if device else None}
+        if 0 < allowed < peak:  # a training that goes well until it saves its first checkpoint does not go well
+            short = f"saving needs {peak / 2**30:.2f} GiB of {allowed / 2**30:.2f}"
+            return Measurement(outcome=Outcome.OUT_OF_MEMORY, error=short, **common)
+        seconds = median("seconds_per_env_step")
         return Measurement(
-            outcome=Outcome.OUT_OF_MEMORY if short else Outcome.OK,
-            error=short,
+            outcome=Outcome.OK,
             seconds_per_env_step=seconds,
             env_steps_per_second=1.0 / seconds,
             updates_per_second=median("updates_per_second"),
-            peak_bytes=peak,
-            device_peak_bytes=max(device) if device else None,
             cpu_use=median("cpu_use"),
             joules_per_env_step=statistics.median(joules) if len(joules) == len(bursts) else None,
             repeats=tuple(burst["seconds_per_env_step"] for burst in bursts),
@@ -213,19 +221,27 @@ def measure_beside(
     hardware: Hardware,
     rounds: int = 9,
     seconds: float = BURST_SECONDS,
+    enough: float = math.inf,
     timeout: float = TIMEOUT,
 ) -> Measurement:
     """Measures ``config`` in alternation with ``other``, and tells its seconds as of when those of ``other`` were ``known``.
 
     Machines are slower by a half for minutes: what one measurement after another says of two percent is chance. Where
     ``other`` did not run, or no longer does, there is nothing to compare with: the seconds are as measured.
+
+    ``enough``: seconds of bursts of ``config``, after which no more rounds begin.
     """
-    then = known.seconds_per_env_step
-    configs = [config] if then is None else [config, other]
-    ours, *others = measure_in_alternation(configs, hardware=hardware, rounds=rounds, seconds=seconds, timeout=timeout)
-    if then is None or not (ours.repeats and others[0].repeats):
-        return ours
-    return _told_as_of(ours, then, others[0].repeats)
+    began, then = time.monotonic(), known.seconds_per_env_step
+    limits: dict[str, Any] = {"hardware": hardware, "seconds": seconds, "enough": enough, "timeout": timeout}
+    if then is None:
+        return measure_config(config, repeats=rounds, **limits)[0]
+    beside = Timing(other, hardware=hardware, timeout=timeout)
+    try:
+        beside.wait()
+        (ours,) = measure_config(config, repeats=rounds, reference=Reference(beside, then), **limits)
+    finally:
+        beside.worker.stop()
+    return dataclasses.replace(ours, wall_seconds=time.monotonic() - began)  # both processes: what such a trial takes
 
 
 def _told_as_of(ours: Measurement, then: float, others: Sequence[float]) -> Measurement:
@@ -311,27 +327,28 @@ def measure_timings(
     ]
 
 
-def clearly_faster(ours: Measurement, theirs: Measurement, gain: float, level: float = 0.05) -> bool:
-    """Whether the median ratio is at least ``gain``, and luck would have shown as much less often than ``level``.
+def clearly_faster(rivals: Sequence[Measurement], base: Measurement, gain: float, level: float = 0.05) -> list[bool]:
+    """Of each, measured in the same rounds as ``base``: is its median ratio at least ``gain``, and is that more than luck?
+
+    Were none faster, luck would have shown any of them to be less often than ``level``: each is tested at its share of that
+    (Bonferroni, 1936).
 
     By the signed-rank test (Wilcoxon, 1945): were neither faster, the rounds' logarithms would be as often on either side of 0,
-    and as far. Of so few rounds that it could not tell even if all were won, by Student's t-test, whose spread is taken to be
-    _SPREAD at least.
+    and as far. Of so few rounds that it could not tell even if all were won, by Student's t-test, whose spread is what all
+    rivals' rounds have in common, _SPREAD at least: each alone has too few to tell it.
     """
-    if paired_ratio(ours, theirs) < gain:
-        return False
-    logs = [math.log(b / a) for a, b in zip(ours.repeats, theirs.repeats, strict=True)]
-    rounds = len(logs)
-    if 0.5**rounds < level:
+    logs = np.log([[b / a for a, b in zip(ours.repeats, base.repeats, strict=True)] for ours in rivals])  # [R, rounds]
+    count, rounds = logs.shape
+    if 0.5**rounds < level / count:
         from scipy.stats import wilcoxon  # a second to import, and needed at the end of a tuning alone
 
-        luck = float(wilcoxon(logs, alternative="greater").pvalue)
+        luck = np.array([wilcoxon(row, alternative="greater").pvalue for row in logs])
     elif rounds > 1:
-        error = max(statistics.stdev(logs), _SPREAD) / math.sqrt(rounds)
-        luck = float(stdtr(rounds - 1, -statistics.fmean(logs) / error))
+        error = max(math.sqrt(float(logs.var(axis=1, ddof=1).mean())), _SPREAD) / math.sqrt(rounds)
+        luck = stdtr(count * (rounds - 1), -logs.mean(axis=1) / error)
     else:
-        luck = 1.0
-    return luck < level
+        luck = np.ones(count)
+    return [paired_ratio(ours, base) >= gain and bool(p < level / count) for ours, p in zip(rivals, luck, strict=True)]
 
 
 def paired_ratio(ours: Measurement, theirs: Measurement) -> float:

@@ -286,7 +286,7 @@ def _is_flat(blocks: Sequence[Block]) -> bool:
     if quarter < RETURN_BLOCKS // 8:
         return False
     (mean, error), (mean_before, error_before) = (_mean(blocks[-n * quarter :][:quarter]) for n in (1, 2))
-    return abs(mean - mean_before) < 2.0 * math.hypot(error, error_before)  # NaN: no episodes ended
+    return abs(mean - mean_before) <= 2.0 * math.hypot(error, error_before)  # NaN: no episodes ended
 
 
 def _mean(blocks: Sequence[Block]) -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from predictor import Hardware, Outcome
-from tuner.bridge import Config
+from tuner.bridge import Config, print_table
 from tuner.history import Trial
 
 if TYPE_CHECKING:
@@ -118,6 +120,7 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
     if start is not None and ours is not None and start.seconds_per_env_step and ours.seconds_per_env_step:
         rows["default"] = f"{1 / start.seconds_per_env_step:,.0f} environment steps/s"
         tuned = f"{1 / ours.seconds_per_env_step:,.0f} environment steps/s, {result.speedup:.2f}x, in alternation"
+        tuned = tuned if result.compared else "the default: nothing was compared with it"
         rows["tuned"] = tuned if len(result.history) > 1 else "the default: there was no time to measure another; give it more"
         predicted = result.predicted["env_steps_per_second"]
         rows["predicted"] = f"{predicted:,.0f} environment steps/s, {predicted * ours.seconds_per_env_step - 1:+.0%} of measured"
@@ -144,6 +147,25 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
     failed = [trial for trial in result.history if trial.measurement.outcome != Outcome.OK]
     rows["trials"] = f"{len(result.history)}, {len(failed)} failed, in {result.seconds:.0f} s"
     return rows
+
+
+def print_tuning(result: TuneResult, out: object, *, as_json: bool) -> int:
+    """How a tuning ended, on stdout; on stderr, where it was stopped, that the same command with ``--out`` continues it.
+
+    Returns:
+      The command's exit code.
+    """
+    best = f"{result.out}/tuned.toml"
+    if as_json:
+        print(json.dumps(result.to_dict()))
+    else:
+        print_trials(result.history)
+        files = {"tuned configuration": best, "report": f"{result.out}/report.html"}
+        print_table(f"muzerox tune: {result.out}", closing_rows(result) | files)
+    if result.finished:
+        return 0
+    print(f"stopped; the best so far is in {best}; the same command with --out {out} continues", file=sys.stderr)
+    return 130
 
 
 def machine_rows(hardware: Hardware) -> dict[str, Any]:

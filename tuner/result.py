@@ -33,6 +33,11 @@ class TuneResult:
     gain: float | None = None  # start over tuned, in what was minimised; the speedup where that is time
     drifts: tuple[Drift, ...] = ()  # of the precision levels that were faster than the start's
 
+    @property
+    def compared(self) -> bool:
+        """Whether anything was measured in alternation with the start; else it is told as it was measured first."""
+        return self.start_measurement is not None and self.start_measurement != self.history[0].measurement
+
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints and result.json holds: plain values."""
         start, ours = self.start_measurement, self.measurement

@@ -130,6 +130,8 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
             "reward_loss": jnp.mean(reward_sum),
             "value": jnp.mean(prediction),
             "value_target": jnp.mean(targets.value[:, 0]),
+            "value_clipped": transforms.share_clipped(targets.value, targets.value_mask, net.value_bound),
+            "reward_clipped": transforms.share_clipped(targets.reward, targets.reward_mask, net.reward_bound),
         }
         return LossOutput(loss=total, priority=jnp.abs(prediction - targets.value[:, 0]), metrics=metrics)
 

@@ -79,8 +79,9 @@ def serves(name: str) -> bool:
     if colon:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise EnvironmentUnavailable("env", f"gymnasium:{name}", f"cannot import the module {module}: {error}") from None
+        except (Exception, SystemExit) as error:  # a module may do anything, and what is given may be no module's name
+            rule = f"cannot import the module {module}: {type(error).__name__}: {error}"
+            raise EnvironmentUnavailable("env", f"gymnasium:{name}", rule) from error
         if env not in gymnasium.registry:
             rule = f"the module {module} registers no {env} with gymnasium"
             raise EnvironmentUnavailable("env", f"gymnasium:{name}", rule)

@@ -84,7 +84,7 @@ def search(
       The tree mctx would have grown, statistics at least float32; and its root.
 
     Raises:
-      ValueError: the trees have 2^31 edges or more.
+      ConfigError: the trees have 2^31 edges or more.
     """
     batch, actions = root.prior_logits.shape
     num_simulations = sum(rounds)

@@ -16,6 +16,8 @@ import mctx
 import numpy as np
 from flax import struct
 
+from muzerox.errors import ConfigError
+
 ROOT = mctx.Tree.ROOT_INDEX
 UNVISITED = mctx.Tree.UNVISITED
 NO_PARENT = mctx.Tree.NO_PARENT
@@ -154,12 +156,19 @@ def one_hot(action: Any, actions: int, axis: int) -> Any:
     return (action[..., None, :] if axis == 0 else action[..., None]) == numbers
 
 
+def check_room(roots: int, num_simulations: int, actions: int) -> None:
+    """Raises ConfigError when so many trees have 2^31 edges or more, which are counted in int32."""
+    most = (2**31 - 1) // (roots * actions) - 1
+    if num_simulations > most:
+        rule = f"{roots} roots of {actions} actions make trees of 2^31 edges or more; search fewer at a time"
+        raise ConfigError("search.num_simulations", num_simulations, rule, most if most > 0 else None)
+
+
 def init(root: mctx.RootFnOutput, num_simulations: int) -> tuple[Nodes, Root]:
-    """Trees that are roots alone, with room for a node a simulation. Raises ValueError when they have 2^31 edges or more."""
+    """Trees that are roots alone, with room for a node a simulation. Raises ConfigError as :func:`check_room`."""
     batch, actions = root.prior_logits.shape
+    check_room(batch, num_simulations, actions)
     count = batch * (num_simulations + 1)
-    if count * actions >= 2**31:  # edges are counted in int32
-        raise ValueError(f"{batch} roots, {num_simulations} simulations, {actions} actions: 2^31 edges or more; use fewer roots")
     dtype = jnp.promote_types(root.value.dtype, jnp.float32)  # averages in less are wrong
 
     def room(x: jax.Array) -> jax.Array:

@@ -56,6 +56,7 @@ VALUE: dict[str, Case] = {
     "absent": ("--set train.discount=none", ["train.discount:", "must be a number"]),
     "two lines": ("--set 'seed=1\nenv=3'", ["seed = '1\\nenv=3'", "must be a whole number"]),
     "5000 digits": ("--set train.learning_rate=" + "9" * 5000, ["train.learning_rate = '999", "must be a number"]),
+    "400 digits": ("--set train.learning_rate=" + "9" * 400, ["train.learning_rate = 999", "must be finite"]),
     "deep": ("--set seed=" + "[" * 5000, ["seed = '[[[", "must be a whole number"]),
     "date in TOML": ("--config {T}/date.toml", ["seed = datetime.date(1979, 5, 27)", "must be a whole number"]),
     "zero": ("--set runtime.num_envs=0", ["runtime.num_envs = 0", "must be at least 1", "nearest valid: 1"]),
@@ -76,12 +77,26 @@ VALUE: dict[str, Case] = {
     "text seed": ("--seed x", ["--seed", "'x'", "invalid int value"]),
 }
 
+TREES = ["search.num_simulations = 10000", "2^31 edges or more"]
+MANY_ROOTS = "--set runtime.num_envs=131072 --set replay.capacity=12000000"
 TOGETHER: dict[str, Case] = {
     "memory": ("--set replay.capacity=2000000000", ["replay.capacity = 2000000000", "GiB, and there are", "nearest valid: "]),
     "fine ratio": (
         "--set train.replay_ratio=9999.123 --set train.batch_size=256 --set replay.capacity=1000000 "
         "--set runtime.num_envs=8191 --set replay.min_size=1",
         ["train.replay_ratio = 9999.123", "too fine a fraction", "nearest valid: 9999"],
+    ),
+    "trees": (
+        f"{MANY_ROOTS} --set search.num_simulations=10000",
+        [*TREES, "131072 roots of 2 actions", "nearest valid: 8190"],
+    ),
+    "trees under sebulba": (
+        f"{MANY_ROOTS} --set search.final_simulations=10000 --set runtime.kind=sebulba",
+        [*TREES, "131072 roots of 2 actions", "nearest valid: 8190"],
+    ),
+    "trees of evaluation": (
+        "--env pgx:connect_four --set search.num_simulations=10000 --set train.eval_episodes=100000",
+        [*TREES, "100000 roots of 7 actions", "nearest valid: 3066"],
     ),
     "batch": ("--set train.batch_size=200000", ["train.batch_size = 200000", "must not exceed replay.capacity", "valid: 131072"]),
     "min_size": ("--set replay.min_size=200000", ["replay.min_size = 200000", "not exceed replay.capacity", "valid: 131072"]),
@@ -136,6 +151,8 @@ RESUME: dict[str, Case] = {
         ["search.num_simulations:", "cannot change when a run is resumed", "train.max_env_steps, train.target_return"],
     ),
     "bad value": ("--resume {T}/killed --set train.max_env_steps=0", ["train.max_env_steps = 0", "must be at least 1"]),
+    "long": ("--resume {T}/" + "x" * 300, ["{T}/xxx", "cannot be read: File name too long"]),
+    "long, with a value": (f"--resume {{T}}/{'x' * 300} --set train.max_env_steps=9", ["{T}/xxx", "cannot be read: File name"]),
     "corrupt config": ("--resume {T}/broken", ["{T}/broken/config.toml:", "is not valid TOML"]),
     "corrupt result": ("--resume {T}/ended", ["{T}/ended/result.json:", "is not a JSON object"]),
 }
@@ -144,6 +161,7 @@ EVALUATE: dict[str, Case] = {
     "no directory": ("evaluate", ["required", "DIR"]),
     "missing": ("evaluate {T}/nothing", ["{T}/nothing:", "no such directory"]),
     "a file": ("evaluate {T}/file", ["{T}/file:", "is not a run"]),
+    "long": ("evaluate {T}/" + "x" * 300, ["{T}/xxx", "cannot be read: File name too long"]),
     "no checkpoint": ("evaluate {T}/killed", ["{T}/killed/checkpoints:", "holds no checkpoint"]),
     "no episodes": ("evaluate {T}/killed --episodes 0", ["--episodes = 0", "must be from 1", "nearest valid: 1"]),
     "text episodes": ("evaluate {T}/killed --episodes x", ["--episodes", "'x'", "invalid int value"]),
@@ -336,6 +354,22 @@ def test_resume_a_damaged_checkpoint(kind: str, copy: Path, world: Path) -> None
     command = [INSTALLED, "train", "--resume", "copy", "--set", "train.max_env_steps=900"]
     check(*run(world, *command), ["/copy/checkpoints/", "/state", DAMAGE[kind][2]], world)
     assert snapshot(world) == before  # config.toml and result.json too
+
+
+@pytest.mark.parametrize(
+    ("options", "needles"),
+    [
+        (f"--opponent {'x' * 300}", ["--opponent = 'xxx", "must be one of", "or the directory of a run"]),
+        ("--episodes 1000000", ["search.num_simulations = 10000", "1000000 roots of 2 actions", "nearest valid: 1072"]),
+    ],
+    ids=["long opponent", "large trees"],
+)
+def test_evaluate_a_run_of_large_searches(
+    options: str, needles: list[str], copy: Path, world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = copy / "config.toml"
+    file.write_text(file.read_text().replace("num_simulations = 2\n", "num_simulations = 10000\n"))
+    check(*call(f"evaluate {{T}}/copy {options}", world, capsys), needles, world)
 
 
 # What orbax leaves behind when a read fails among many, without the race that decides whether it shows.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from tiny_runs import TINY, assert_same, make_tiny_runtime
 
 from muzerox import Config, resume, train
 from muzerox.checkpoint import Checkpoints
+from muzerox.errors import CheckpointError
 from muzerox.run_dir import RunDir
 
 SETTINGS = TINY | {"replay.capacity": 1024, "train.reanalyze_fraction": 0.25, "train.eval_period": 256}
@@ -80,3 +86,36 @@ def test_the_metrics_of_a_lost_stretch_are_written_again_once(tmp_path: Path) ->
     assert [row["updates"] for row in run.metrics()] == [2, 4, 6]
     run.rewind_metrics(4)
     assert run.metrics_file.read_text() == '{"updates": 2}\n{"updates": 4}\n'
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that refuses larger files of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def poll(checkpoints: Checkpoints) -> None:
+    while checkpoints._manager.is_saving_in_progress():
+        time.sleep(0.01)
+    checkpoints.finished()
+
+
+@pytest.mark.parametrize(
+    "notice",
+    [poll, lambda c: c.finished(wait=True), lambda c: c.save(2, *[{"x": np.zeros(1)}] * 2), lambda c: c.close()],
+    ids=["finished", "wait", "save", "close"],
+)
+def test_a_save_that_fails_in_the_background_is_not_told_as_saved(notice: Callable[[Checkpoints], None], tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, writable=True)
+    params = {"x": np.random.default_rng(0).random(1 << 17)}
+    with files_of_at_most(1 << 16):
+        checkpoints.save(1, params, params)  # returns at once: the disk refuses later
+        with pytest.raises(CheckpointError, match=f"^{tmp_path}: cannot be written: File too large$"):
+            notice(checkpoints)
+    checkpoints.close()  # which has nothing to add
+    assert not (tmp_path / "1").exists()

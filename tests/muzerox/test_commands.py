@@ -22,6 +22,7 @@ from muzerox.commands import load, make_parser
 from muzerox.config import Config, paths
 from muzerox.errors import UserError
 from muzerox.evaluate import Evaluation, summarise
+from muzerox.report import Reporter, print_table
 from muzerox.run_dir import RunDir
 
 INSTALLED = str(Path(sys.executable).parent / "muzerox")
@@ -105,15 +106,38 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert expected in captured.out
 
 
+def test_help_says_what_a_resumed_run_may_change(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    words = capsys.readouterr().out.replace(",", "").split()
+    assert {word for word in words if "." in word and word in paths()} == set(training.RESUMABLE)
+
+
+@pytest.mark.parametrize("text", ['pip install "muzerox[ale]"', "runs/a[/b]", "[bold]:bug:"])
+def test_what_is_printed_is_printed_as_it_is(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(text, {text: text})
+    with Reporter(RunDir(tmp_path), Config(), quiet=False, start=0) as reporter:
+        reporter.say(text)
+    captured = capsys.readouterr()
+    assert captured.out.count(text) == 3
+    assert captured.err == f"{text}\n"
+
+
 # Commands of other distributions
 
 OTHER = """
+import signal
+
 from muzerox.commands import Command, Extension
 
 def _greet(args):
     print(f"hello {args.who}")
     return 5
 
+INTERRUPT = Command(
+    name="interrupt", help="stops", description="Stops.", add_arguments=lambda p: None,
+    run=lambda args: signal.default_int_handler(signal.SIGINT, None),  # what Python does at Ctrl-C
+)
 GREET = Command(
     name="greet", help="greets", description="Greets.", add_arguments=lambda p: p.add_argument("--who", default="you"), run=_greet
 )
@@ -137,7 +161,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    entries = "".join(f"{n.lower()} = other_commands:{n}\n" for n in ("GREET", "POLITE", "LOUD"))
+    entries = "".join(f"{n.lower()} = other_commands:{n}\n" for n in ("GREET", "INTERRUPT", "POLITE", "LOUD"))
     (info / "entry_points.txt").write_text(f"[muzerox.commands]\n{entries}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_commands", raising=False)
@@ -159,6 +183,12 @@ def test_command_and_extension_of_another(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.startswith("before\n{")
     assert main(["info", "--json"]) == 0  # its own options are untouched
     one_object(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("other")
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["interrupt"]) == 130
+    assert capsys.readouterr().err == "muzerox interrupt: interrupted\n"
 
 
 @pytest.mark.usefixtures("other")
@@ -250,6 +280,18 @@ def test_train_prints_a_table(tmp_path: Path, tiny_options: list[str], capsys: p
     for name in ("solved", "evaluation", "environment steps/s", "updates/s", "first update after", "peak memory", "return curve"):
         assert name in captured.out
     assert "evaluation at" not in captured.out  # progress goes to stderr
+
+
+@pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "gymnasium:CartPole-v1"])  # a runtime each
+def test_rewards_beyond_what_the_network_represents_are_told_once(
+    env: str, tmp_path: Path, tiny_options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, options = tmp_path / "run", ["--set", "network.reward_bound=0.5", "--set", "runtime.loop_count=1"]
+    assert main(["train", "--env", env, "--out", str(run), *tiny_options, *options]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert "100% of reward targets lie beyond network.reward_bound = 0.5" in line
+    rows = [row for row in RunDir(run).metrics() if row["kind"] == "train"]
+    assert [(row["reward_clipped"], row["value_clipped"]) for row in rows] == [(1.0, 0.0)] * len(rows)
 
 
 def test_evaluate_json(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from muzerox import config_io
 from muzerox.config import SECTIONS, Config, SearchConfig, paths
 from muzerox.envs import env_ids
 from muzerox.errors import ConfigError
+from muzerox.runtimes import anakin, sebulba
 
 PRESETS = sorted(file.name for file in importlib.resources.files("muzerox").joinpath("presets").iterdir())
 
@@ -68,7 +69,7 @@ def test_paths_cover_every_field() -> None:
     assert set(plain(Config().to_dict(keep_none=True))) == set(paths())
 
 
-def test_names_of_the_issue_exist() -> None:
+def test_documented_keys_exist() -> None:
     assert set(paths()) >= {
         "search.num_simulations",
         "search.algorithm",
@@ -262,16 +263,21 @@ def test_equal_and_hashable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "fraction"), [(4.0, Fraction(4)), (0.1, Fraction(1, 10)), (1 / 3, Fraction(1, 3)), (2.5, Fraction(5, 2))]
+    ("ratio", "fraction"),
+    [(4.0, Fraction(4)), (0.1, Fraction(1, 10)), (1 / 3, Fraction(1, 3)), (2.5, Fraction(5, 2)), (6e-4, Fraction(3, 5000))],
 )
 def test_replay_ratio(ratio: float, fraction: Fraction) -> None:
     assert Config().replace("train.replay_ratio", ratio).replay_ratio == fraction
 
 
-def test_replay_ratio_too_small_for_a_round_fraction() -> None:
-    config = Config().replace("train.replay_ratio", 1e-4)
-    assert config.replay_ratio > 0
-    assert float(config.replay_ratio) == pytest.approx(1e-4)
+@given(ratio=st.floats(2.56e-6, 1e4))
+def test_a_replay_ratio_is_kept_in_numbers_that_fit(ratio: float) -> None:
+    config = Config().replace("train.replay_ratio", ratio)
+    assert float(config.replay_ratio) == pytest.approx(ratio, rel=1e-4)
+    assert config.train.batch_size * config.replay_ratio.denominator < 2**31
+    for runtime in (anakin, sebulba):
+        updates = runtime.updates_at(config, 10**10) - runtime.updates_at(config, 10**9)
+        assert updates == pytest.approx(9 * 10**9 * ratio / config.train.batch_size, rel=2e-4, abs=2)
 
 
 def test_derived() -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -277,7 +278,14 @@ REFUSED = [
     ("gymnax:CartPole-v1?x=1", "gymnax takes no options, not 'x'"),
     ("gymnasium:CartPole-v1?max_episode_steps=x", "must be a whole number; nearest valid: max_episode_steps=1"),
     ("gymnasium:CartPole-v9", "gymnasium has no such environment; nearest valid: gymnasium:CartPole-v1"),
-    ("gymnasium:no_such_module:A-v0", "cannot import the module no_such_module: No module named 'no_such_module'"),
+    (
+        "gymnasium:no_such_module:A-v0",
+        "cannot import the module no_such_module: ModuleNotFoundError: No module named 'no_such_module'",
+    ),
+    ("gymnasium::A-v0", "cannot import the module : ValueError: Empty module name"),
+    ("gymnasium:.x:A-v0", "cannot import the module .x: TypeError: "),
+    ("gymnasium:unfinished_module:A-v0", r"SyntaxError: .* \(unfinished_module.py, line 1\)"),
+    ("gymnasium:leaving_module:A-v0", "cannot import the module leaving_module: SystemExit: 3"),
     ("gymnasium:host_simulators:A-v0", "the module host_simulators registers no A-v0 with gymnasium"),
     ("gymnasium:host_simulators:Tuple-v0", "its observations are Dict, and must be Box, Discrete or MultiBinary"),
     ("gymnasium:host_simulators:Missing-v0?max_episode_steps=3", "cannot be imported: No module named 'no_such_engine'"),
@@ -285,7 +293,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("env_id", "message"), REFUSED)
-def test_refused_in_one_line(env_id: str, message: str) -> None:
+def test_refused_in_one_line(env_id: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unfinished_module.py").write_text("def play(:")
+    (tmp_path / "leaving_module.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(EnvironmentUnavailable, match=message) as caught:
         make_env(env_id)
     assert str(caught.value).startswith(f"env = {env_id!r}: ")

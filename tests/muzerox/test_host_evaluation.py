@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,10 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_play import make
+from tiny_runs import TINY
 from toys import counting_env
 
+from muzerox import Config, training
 from muzerox.envs import in_process, make_env, on_host
+from muzerox.errors import RunFailed
 from muzerox.evaluate import Episodes, make_episodes, make_host_episodes, summarise
+from muzerox.run_dir import RunDir
 from muzerox.types import Algorithm, Decision, HostBatch, HostEnvironment, Params
 
 LOTTERY = "gymnasium:host_simulators:Lottery-v0"
@@ -135,7 +140,7 @@ def test_plays_the_environments_of_evaluation() -> None:
 def test_closes_what_fails() -> None:
     log: list[str] = []
     play = make_host_episodes(watched(make("gymnasium:host_simulators:Hostile-v0"), log), player(), 1)
-    with pytest.raises(ValueError, match="the simulator broke"):
+    with pytest.raises(RunFailed, match=r"^the environment failed in an evaluation: ValueError: the simulator broke$"):
         play(0, {"offset": jnp.int32(5)})
     assert log[-1] == "close"
 
@@ -146,6 +151,39 @@ def test_simulators_in_their_own_process() -> None:
     two = Algorithm(*(getattr(player(), name) for name in Algorithm._fields))
     for a, b in zip(*(make_host_episodes(env, two, 3)(1, PARAMS) for env in (here, there)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("step_in", "order", "said"),
+    [("process", "kill", "its process was ended by signal SIGKILL during step"), ("thread", "raise", "the simulator broke")],
+)
+def test_a_training_whose_evaluation_fails_is_saved(
+    step_in: str, order: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end, when self-play has nothing left to do and leaves the order to the evaluation's environments."""
+    changes = {**TINY, "replay.capacity": 1024, "train.eval_period": 100_000, "runtime.step_in": step_in}
+    config, run = Config.preset("gymnasium:host_simulators:Ordered-v0").replace(changes), RunDir(tmp_path / "run")
+    folder, orders = tmp_path / "orders", [order]
+    folder.mkdir()
+    monkeypatch.setenv("ORDERS", str(folder))
+
+    def give_orders(*args: Any) -> Any:
+        play = make_host_episodes(*args)
+
+        def ordered(*args: Any) -> Episodes:
+            while orders:
+                (folder / orders.pop()).touch()
+            return play(*args)
+
+        return ordered
+
+    monkeypatch.setattr(training, "make_host_episodes", give_orders)
+    with pytest.raises(RunFailed, match=f"^the environment failed in an evaluation: .*{said}$"):
+        training.train(config, run.path, quiet=True)
+    assert run.last_saved() == max(row["updates"] for row in run.metrics() if row["kind"] == "train")
+    result = training.resume(run.path, quiet=True)
+    assert result.finished
+    assert (result.updates, result.episodes) == (run.last_saved(), 2)
 
 
 def test_a_whole_game_of_atari_by_its_score() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_a_snapshot_goes_on_where_it_was_taken() -> None:
 
 
 class Flaky:
-    """Environments that fail at random moments: by exceptions, and by hanging until released."""
+    """Environments that fail at random moments: by exceptions, by leaving, and by hanging until released."""
 
     def __init__(self, *, failures: int, chance: float, kinds: tuple[str, ...]):
         self.left, self.chance, self.kinds = failures, chance, kinds
@@ -200,6 +201,8 @@ class Flaky:
                 fails = self._draw()
                 if fails == "raise before":
                     raise ValueError("the simulator broke")
+                if fails == "exit":
+                    sys.exit("the simulator left")
                 timestep = inner.step(action)
                 if fails == "raise after":
                     raise ValueError("the simulator broke after it had stepped")
@@ -238,12 +241,12 @@ def run_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str
 
 
 def test_failures_of_simulators_cost_no_row_and_no_deadlock() -> None:
-    assert run_with_failures(8, 1200, 0.05, ("raise before", "raise after", "hang")) == (8, 0)
+    assert run_with_failures(8, 1200, 0.05, ("raise before", "raise after", "exit", "hang")) == (8, 0)
 
 
 @pytest.mark.slow
 def test_fifty_failures_in_one_run() -> None:
-    assert run_with_failures(50, 12_000, 0.03, ("raise before", "raise after", "hang")) == (50, 0)
+    assert run_with_failures(50, 12_000, 0.03, ("raise before", "raise after", "exit", "hang")) == (50, 0)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from leftovers import threads_beside
 
 from muzerox.errors import RunFailed
 from muzerox.runtimes import placement
+from muzerox.runtimes.sebulba import crew as crew_module
 from muzerox.runtimes.sebulba.crew import Crew, Worker
 from muzerox.runtimes.sebulba.limiter import Pace, RateLimiter
 from muzerox.runtimes.sebulba.meter import Meter
@@ -221,7 +224,10 @@ def test_steps_of_a_worker_that_failed_are_given_back() -> None:
 # The crew
 
 
-def test_a_worker_that_raises_is_replaced_and_one_that_only_fails_ends_everything(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])  # the second is what a simulator's sys.exit() raises
+def test_a_worker_that_raises_is_replaced_and_one_that_only_fails_ends_everything(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     ended: list[RunFailed] = []
     crew = Crew(Meter(), max_failures=3, on_end=ended.append)
     calls = {"good": 0, "bad": 0}
@@ -231,7 +237,7 @@ def test_a_worker_that_raises_is_replaced_and_one_that_only_fails_ends_everythin
         if calls["good"] > 8:
             raise Closed
         worker.done()
-        raise ValueError("now and then")
+        raise kind("now and then")
 
     crew.start("good", 0, sometimes)
     assert wait_until(lambda: calls["good"] == 9)
@@ -239,12 +245,12 @@ def test_a_worker_that_raises_is_replaced_and_one_that_only_fails_ends_everythin
 
     def never(_: Worker) -> None:
         calls["bad"] += 1
-        raise ValueError("always\nthis")
+        raise kind("always\nthis")
 
     crew.start("bad", 1, never)
     assert wait_until(lambda: bool(ended))
     assert calls["bad"] == 3
-    assert str(ended[0]) == "bad 1 failed 3 times in a row; the last: ValueError: always this"
+    assert str(ended[0]) == f"bad 1 failed 3 times in a row; the last: {kind.__name__}: always this"
     crew.stop()
     assert crew.failures == 11
     assert "now and then" in caplog.text
@@ -273,6 +279,40 @@ def test_a_worker_that_hangs_is_given_up_and_replaced() -> None:
     crew.stop()
     assert crew.failures == 1
     assert threads_beside(before, seconds=5) == []
+
+
+def test_a_worker_that_fails_while_it_is_given_up_does_not_come_back() -> None:
+    crew = Crew(Meter(), max_failures=3, on_end=lambda _: None)
+    release = threading.Event()
+    entered: tuple[list[Worker], list[Worker]] = ([], [])
+
+    def hang_first(worker: Worker) -> None:
+        entered[worker.index].append(worker)
+        if len(entered[worker.index]) == 1:
+            with worker.within(0.01):
+                release.wait(30)
+            raise ValueError("late")
+        release.wait(30)
+
+    def between(record: logging.LogRecord) -> bool:
+        """The watcher has found both late and given up the first: now the second fails by itself."""
+        if record.getMessage() == "simulator 0 hangs and is replaced":
+            release.set()
+            time.sleep(0.1)
+        return True
+
+    for index in range(2):
+        crew.start("simulator", index, hang_first)
+    assert wait_until(lambda: all(seen and (seen[0].deadline or math.inf) < time.monotonic() for seen in entered))
+    crew_module.log.addFilter(between)
+    try:
+        crew.watch(0.02)
+        assert not wait_until(lambda: len(entered[1]) > 2, 0.5)
+        crew.stop()
+    finally:
+        crew_module.log.removeFilter(between)
+    assert crew.failures == 2
+    assert [worker.given_up for seen in entered for worker in seen] == [True, False, True, False]
 
 
 @settings(max_examples=20, deadline=None)

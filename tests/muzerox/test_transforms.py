@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muzerox.transforms import expected_value, make_support, signed_hyperbolic, signed_parabolic, two_hot
+from muzerox.transforms import expected_value, make_support, share_clipped, signed_hyperbolic, signed_parabolic, two_hot
 
 SHAPES = [(1.0, 21), (100.0, 21), (30.0, 2), (1e4, 601)]  # (bound, bins)
 finite = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
@@ -93,6 +93,16 @@ def test_two_hot(bound: float, bins: int, shares: list[float]) -> None:
         assert abs(mean - reference_h(float(x[index]))) <= 1e-6 * edge
         step = 1e-6 * edge * (2 * math.sqrt(abs(float(x[index])) + 1))  # how far that error moves the inverse
         assert abs(reference_inverse(mean) - float(x[index])) <= 2 * step + 1e-12
+
+
+def test_the_share_that_is_clipped() -> None:
+    x, bound = np.array([-301.0, -300.0, 0.0, 300.0, 3000.0, np.nan], np.float32), 300.0
+    mask = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0], np.float32)
+    assert share_clipped(jnp.asarray(x), jnp.asarray(mask), bound) == pytest.approx(2 / 5)
+    assert share_clipped(jnp.asarray(x), jnp.zeros(6), bound) == 0.0
+    # What was decoded lies within, however it was rounded.
+    decoded = expected_value(1e3 * two_hot(jnp.array([-bound, bound]), bound, 21), bound)
+    assert share_clipped(decoded, jnp.ones(2), bound) == 0.0
 
 
 @pytest.mark.parametrize(("bound", "bins"), SHAPES)

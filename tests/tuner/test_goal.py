@@ -144,13 +144,23 @@ def test_more_memory_than_allowed_is_not_proposed(machine: Hardware, workload: W
     np.testing.assert_array_equal(np.isfinite(np.asarray(found)), [True, False])
 
 
-def test_the_start_is_kept_to_the_bounds(tiny: Config) -> None:
+def test_the_start_is_kept_to_the_bounds(tiny: Config, machine: Hardware) -> None:
     start = tiny.replace({"allocation.cores": 2})
-    bounded = Goal(max_cores=1, max_memory_gib=2.0).bounded(start)
+    bounded = Goal(max_cores=1, max_memory_gib=2.0).bounded(start, machine)
     assert bounded.allocation.cores == 1
     assert bounded.allocation.memory_gib == 2.0
-    assert Goal().bounded(start) == start
-    assert Goal(max_cores=4).bounded(start).allocation.cores == 2
+    assert Goal().bounded(start, machine) == start
+    assert Goal(max_cores=4).bounded(start, machine).allocation.cores == 2
+    assert Goal(max_memory_gib=64.0).bounded(start, machine) == start, "the machine has 8 GiB"
+
+
+def test_no_other_is_given_more_memory_than_the_start_asks_for(tiny: Config, machine: Hardware, space: Space) -> None:
+    def most(goal: Goal, asked: float | None) -> float:
+        start = goal.bounded(tiny.replace("allocation.memory_gib", asked), machine)
+        return float(limits_of(goal.kept_to(start), machine, space, 0.0).max_bytes) / 2**30
+
+    assert most(Goal(), None) == 8.0
+    assert most(Goal(), 3.0) == most(Goal(max_memory_gib=4.0), 3.0) == most(Goal(max_memory_gib=3.0), None) == 3.0
 
 
 def test_what_is_predicted_to_run_out_of_memory_is_not_proposed(machine: Hardware, workload: Workload, space: Space) -> None:

@@ -70,6 +70,7 @@ def test_a_run_that_would_outgrow_its_allocation_when_it_saves_has_failed(tiny: 
     assert short.workload.memory_bytes == 4 * 2**30
     assert (short.outcome, short.error) == (Outcome.OUT_OF_MEMORY, "saving needs 4.50 GiB of 4.00")
     assert short.peak_bytes == 4.5 * 2**30
+    assert (short.seconds_per_env_step, short.env_steps_per_second, short.repeats) == (None, None, ()), "nothing may choose it"
 
 
 def test_the_allocation_is_taken_before_jax_starts() -> None:
@@ -113,6 +114,9 @@ def test_what_is_measured_beside_a_known_one_is_told_as_of_then(tiny: Config, ma
     assert then.seconds_per_env_step == pytest.approx(sorted(then.repeats)[1])
     assert then.env_steps_per_second == pytest.approx(1.0 / then.seconds_per_env_step)
     assert now.seconds_per_env_step < 1.0
+    long = measure_beside(tiny, tiny, known(1e3), hardware=machine, rounds=3, seconds=0.05, enough=1e-6)
+    assert len(long.repeats) == 1
+    assert 1e2 < long.seconds_per_env_step < 1e4
 
 
 def test_long_bursts_are_not_repeated_for_longer_than_is_enough(tiny: Config, machine: Hardware) -> None:
@@ -140,7 +144,26 @@ def test_clearly_faster_is_more_than_luck(ours: list[float], faster: bool, machi
     def measured(repeats: list[float]) -> Measurement:
         return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, repeats=tuple(repeats))
 
-    assert clearly_faster(measured(ours), measured([1.0] * len(ours)), 1.02) == faster
+    assert clearly_faster([measured(ours)], measured([1.0] * len(ours)), 1.02) == [faster]
+
+
+@pytest.mark.parametrize(
+    ("ours", "alone", "of_four"),
+    [
+        ([0.9] * 8 + [1.05] * 7, True, False),  # p = 0.03, and each of four has its chance
+        ([0.8] * 15, True, True),
+        ([0.7, 0.95, 0.8], False, True),  # that these differ by so much is luck: the others tell how much rounds do
+    ],
+)
+def test_luck_has_several_chances_and_several_tell_what_it_does(
+    ours: list[float], alone: bool, of_four: bool, machine: Hardware, workload: Workload
+) -> None:
+    def measured(repeats: list[float]) -> Measurement:
+        return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, repeats=tuple(repeats))
+
+    base, level = measured([1.0] * len(ours)), [measured(([1.0, 1.01, 0.99] * len(ours))[: len(ours)])] * 3
+    assert clearly_faster([measured(ours)], base, 1.02) == [alone]
+    assert clearly_faster([*level, measured(ours)], base, 1.02) == [False] * 3 + [of_four]
 
 
 def test_a_run_beyond_its_memory_is_a_row(tiny: Config, machine: Hardware) -> None:

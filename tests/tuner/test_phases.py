@@ -165,6 +165,10 @@ def test_a_return_that_has_become_flat_is_told_once() -> None:
     found = told(reports)
     assert [reason.kind for _, reason in found] == ["return"]
     assert 199 <= found[0][0] < 320  # half of the training is the least
+    constant = [report._replace(mean_return=-200.0) for report in reports]  # what was never reached costs as much each time
+    assert [reason.kind for _, reason in told(constant)] == ["return"]
+    nothing_ended = [report._replace(episodes=0, mean_return=math.nan) for report in reports]
+    assert told(nothing_ended) == []
     rising = [report._replace(mean_return=float(number)) for number, report in enumerate(reports)]
     assert told(rising) == []
 

@@ -255,7 +255,7 @@ def test_a_tuning_of_threads_is_never_worse_than_the_start(tuned: tuner.TuneResu
     assert tuned.predicted["batch_staleness"] is not None
 
 
-@pytest.mark.parametrize(("peak", "device_peak", "rivals"), [(1.0, 1.0, 4), (2.0, 1.0, 2), (1.0, 3.0, 1), (7.0, 1.0, 1)])
+@pytest.mark.parametrize(("peak", "device_peak", "rivals"), [(1.0, 1.0, 4), (2.0, 1.0, 2), (1.0, 3.0, 1), (7.0, 1.0, 0)])
 def test_what_is_compared_fits_into_memory_side_by_side(
     machine: Hardware, threaded: Workload, peak: float, device_peak: float, rivals: int
 ) -> None:
@@ -263,7 +263,29 @@ def test_what_is_compared_fits_into_memory_side_by_side(
     trials = [trial(number, gpu, threaded, warmup=0.1) for number in range(5)]
     held = {"peak_bytes": peak * 2**30, "device_peak_bytes": device_peak * 2**30}
     trials = [dataclasses.replace(t, measurement=dataclasses.replace(t.measurement, **held)) for t in trials]
-    assert comparison.Schedule(0.4, 300.0, up=False).plan(trials, 200.0)[0] == rivals
+    found = comparison.finalists(trials, lambda t: t.number, lambda _: 0.0)
+    assert len(found) == (4 if rivals else 0), "what does not fit beside the start cannot be compared with it"
+    if found:
+        assert comparison.Schedule(0.4, 300.0, up=False).plan([trials[0], *found], 200.0)[0] == rivals
+
+
+def test_a_rival_beats_the_start_with_all_that_both_pay(machine: Hardware, threaded: Workload) -> None:
+    def ran(*seconds: float, queue: float = 2.0) -> Measurement:
+        workload = dataclasses.replace(threaded, batch_queue_size=queue)
+        return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, repeats=seconds)
+
+    def chosen(base: Measurement, *rivals: Measurement) -> int | None:
+        return comparison.choose(base, rivals, lambda m: 0.001 * m.workload.batch_queue_size, lambda _: 1.0)
+
+    start = ran(*[1.0] * 15)
+    assert chosen(start, ran(*[0.95] * 15)) == 0
+    assert chosen(start, ran(*[0.95] * 15, queue=64.0)) is None, "a twentieth faster is not worth 62 updates"
+    assert chosen(ran(*[1.0] * 15, queue=64.0), ran(*[0.99] * 15)) == 0
+    assert chosen(start, ran(*[0.9] * 15), ran(*[0.85] * 15, queue=100.0)) == 0
+    assert chosen(dataclasses.replace(start, outcome=Outcome.CRASHED, repeats=()), ran(*[0.5] * 15)) is None
+    lucky, slower = ran(*[0.85] * 8, *[1.05] * 7), ran(*[1.2] * 15)  # p = 0.04
+    assert chosen(start, lucky) == 0
+    assert chosen(start, slower, lucky, slower, slower) is None, "one of four is as lucky in one comparison of seven"
 
 
 def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded: Workload) -> None:

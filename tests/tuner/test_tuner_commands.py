@@ -245,17 +245,23 @@ def _heeded_ctrl_c() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_heeded_ctrl_c")
-def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "muzerox", "tune", *OPTIONS, "--budget", "10m", "--out", "t"]
+@pytest.mark.parametrize(
+    "how", [["tune", "--budget", "10m", "--out", "t"], ["train", "--tune", "10m", "--out", "run"]], ids=" ".join
+)
+def test_ctrl_c_keeps_the_best_so_far(how: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "muzerox", *how, *OPTIONS, "--json"]
+    folder = tmp_path / ("t" if how[0] == "tune" else "run-tuning")
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120.0
-    while time.monotonic() < deadline and len(list((tmp_path / "t" / "trials").glob("*.jsonl"))) < 1:
+    while time.monotonic() < deadline and len(list((folder / "trials").glob("*.jsonl"))) < 1:
         time.sleep(0.5)
     time.sleep(8.0)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    printed, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    assert (tmp_path / "t" / "tuned.toml").exists()
-    assert "stopped before the comparison" in (tmp_path / "t" / "report.html").read_text("utf-8")
+    assert json.loads(printed)["finished"] is False  # exactly one object
+    assert f"the same command with --out {how[-1]} continues" in said
+    assert (folder / "tuned.toml").exists()
+    assert "stopped before the comparison" in (folder / "report.html").read_text("utf-8")
     assert shared_store(fingerprint().id).rows() != []

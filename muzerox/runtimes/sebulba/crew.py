@@ -104,11 +104,12 @@ class Crew:
                 return
             except (Closed, Replaced):
                 return
-            except Exception as error:
-                if self._stopping.is_set() or worker.given_up:
-                    return
-                log.exception("%s failed and is replaced", worker.name)
-                self._count_failure(worker, f"{type(error).__name__}: {error}")
+            except BaseException as error:  # a simulator may also call sys.exit, and would end this thread and no other
+                with self._lock:  # the watcher gives up under it: a worker has failed, or hangs and has a successor, not both
+                    if self._stopping.is_set() or worker.given_up:
+                        return
+                    log.exception("%s failed and is replaced", worker.name)
+                    self._count_failure(worker, f"{type(error).__name__}: {error}")
 
     def _count_failure(self, worker: Worker, what: str) -> None:
         self._meter.add("failures")
