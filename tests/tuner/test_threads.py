@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, W
 from tuner import comparison
 from tuner.bridge import Config, Session, concrete
 from tuner.history import Trial, TuneDir, shared_measurements
-from tuner.measure import Timing, measure_config
+from tuner.measure import Timing, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
 from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, cost, energy, excluded, price
 from tuner.report import pipeline_row, wait_rows
@@ -244,8 +245,13 @@ def test_a_tuning_of_threads_is_never_worse_than_the_start(tuned: tuner.TuneResu
         (t.measurement.outcome, t.measurement.error, t.changes, t.config["allocation"], t.predicted_use) for t in tuned.history
     ]
     assert {outcome for outcome, *_ in ran} == {Outcome.OK}, ran
-    assert tuned.speedup is not None
-    assert tuned.speedup == 1.0 or tuned.speedup >= comparison.MIN_GAIN
+    base, ours = tuned.start_measurement, tuned.measurement
+    assert base is not None
+    assert ours is not None
+    assert tuned.speedup == pytest.approx(paired_ratio(ours, base))
+    pays = STALENESS_PRICE / tuned.start.train.target_period
+    paid = [float(price(m.workload, hardware_rates(tuned.hardware), pays)) for m in (base, ours)]
+    assert ours == base or tuned.speedup * math.exp(paid[0] - paid[1]) >= comparison.MIN_GAIN
     assert tuned.config.runtime.kind == tuned.start.runtime.kind == "sebulba"
     assert tuned.history[0].changes["runtime.batch_queue_size"] == 2
     assert "runtime.loop_count" in tuned.history[0].changes
