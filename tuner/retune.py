@@ -256,6 +256,8 @@ class _Phases:
         switches.append(self.run, switch)
         self.say(f"trying {_text(changes)}, expected to be {expected:.2f} times as fast")
         outcome = training.change(changes)
+        if outcome == "running" and not live:
+            switch = dataclasses.replace(switch, cost_seconds=round(training.cost, 2))
         reports = training.gather(self.state.simulations) if outcome == "running" else None
         if outcome == "running" and reports is None:
             outcome = "failed" if training.wait() not in (0, 130) else "ended"
@@ -279,15 +281,15 @@ class _Phases:
             verdict = "kept" if gain > RELEASED else "undone"
         else:
             verdict = phases.verdict(gain, training.seconds_left(seconds), 0.0 if live else training.cost)
-        self._judge(switch, verdict, gain)
         if verdict == "undone" and training.change(back) != "running":
+            self._judge(switch, "left", gain)  # ended on the way back: it has the changes still
             return None
+        self._judge(switch, verdict, gain)
         return verdict, now
 
     def _judge(self, switch: Switch, verdict: str, gain: float | None) -> None:
-        cost = None if switch.how == "live" or math.isnan(self.training.cost) else round(self.training.cost, 2)
         told = None if gain is None else round(gain, 4)
-        row = dataclasses.replace(switch, time=time.time(), verdict=verdict, measured_gain=told, cost_seconds=cost)
+        row = dataclasses.replace(switch, time=time.time(), verdict=verdict, measured_gain=told)
         switches.append(self.run, row)
         self.say(f"{verdict}: {_text(switch.after)}" + (f", {gain:.2f} times as fast" if gain is not None else ""))
 

@@ -29,7 +29,9 @@ class Switch:
     expected_gain: float  # times faster, as predicted
     measured_gain: float | None = None  # steps/s after over before; absent while it is on trial, and where it failed
     cost_seconds: float | None = None  # from the request to the first report in the new configuration
-    verdict: str = ON_TRIAL  # then kept, undone, left (it gains nothing, and going back would cost more), failed, or cut short
+    # Then kept, undone, left (it gains nothing, but going back would cost more, or the training ended on the way), failed, or
+    # cut short.
+    verdict: str = ON_TRIAL
 
 
 def _file(run: RunDir) -> Path:

@@ -246,7 +246,7 @@ def test_a_regime_change_is_met_with_a_switch_that_is_logged(tmp_path: Path) -> 
     config = run.load_config()
     last = made[-1]
     either = [last.before, last.after]
-    allowed = {"kept": either[1:], "left": either[1:], "cut short": either}.get(last.verdict, either[:1])
+    allowed = {"kept": either[1:], "left": either[1:], "undone": either[:1]}.get(last.verdict, either)
     assert {path: get(config, path) for path in last.after} in allowed
     rows = [row for row in run.metrics() if row["kind"] == "train"]
     assert [row["updates"] for row in rows] == sorted({row["updates"] for row in rows}), "no update was lost or made twice"
