@@ -31,7 +31,7 @@ from predictor.schema import Hardware, Measurement, Outcome, Workload
 
 # Scale of how much faster or slower a machine is as a whole than is expected by its rates, in logarithms:
 _ANY_MACHINE = 1.0  # where nothing was ever measured
-_NEW_MACHINE = 0.25  # where others were: two so far, either off by 0.2 by what the other teaches (benchmarks/README.md)
+_NEW_MACHINE = 0.25  # where others were: two so far, either off by 0.2 by what the other teaches (docs/prediction.md)
 _KNOWN_MACHINE = 0.11  # where that was learnt before: 0.065 from hour to hour, 0.09 on another day (benchmarks/data/collected)
 _STAGE = 0.35  # scale of the logarithm of a coefficient, before anything is measured
 _STAGE_SCALES, _LIKELY_STAGE = (0.05, 0.1, 0.2, 0.4), 0.05  # of what it is on this machine, beside that

@@ -3,7 +3,7 @@
 Between its bursts it is stopped, and disturbs nobody. In the end it is what the best is compared with.
 
 Machines that others share are slower by a half for minutes, and two measurements one after the other differ by a tenth; in
-alternation with one and the same process they differ by half of that (benchmarks/README.md).
+alternation with one and the same process they differ by half of that (docs/tuning.md).
 """
 
 from __future__ import annotations

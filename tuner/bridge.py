@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 # Collecting the first sequences may take this share of the training, at most: the agent acts at random until then, and what it
-# plays reaches the learner as much later. tic_tac_toe learns the same with 0.013; not with 0.027 at O2 (benchmarks/README.md).
+# plays reaches the learner as much later. tic_tac_toe learns the same with 0.013; not with 0.027 at O2 (docs/learning.md).
 WARMUP_SHARE = 0.0125
 
 ask_live, can_change_live = live.ask, live.can_change

@@ -164,20 +164,18 @@ def _measure_arguments(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace) -> int:
     from predictor import Outcome
     from tuner.bridge import allocation_checked, concrete
-    from tuner.corrections import check_memory
     from tuner.fingerprint import fingerprint
     from tuner.history import share, shared_store
     from tuner.measure import measure_config
-    from tuner.workload import describe
 
     if not 1 <= args.repeats <= 10_000:
         raise UserError("--repeats", args.repeats, "must be from 1 to 10000", 1 if args.repeats < 1 else 10_000)
     if not 1.0 <= args.timeout <= 86_400.0:
         raise UserError("--timeout", args.timeout, "must be from 1 to 86400 seconds", 1 if args.timeout < 1.0 else 86_400)
     config = allocation_checked(make_config(args))
+    _check_memory(config)
     hardware = fingerprint()
     served = concrete(config, hardware.platform)
-    check_memory(served, describe(served))
     measurement = measure_config(config, hardware=hardware, repeats=args.repeats, timeout=args.timeout)[0]
     share(measurement, shared_store(hardware.id))
     _print_figures(f"muzerox measure: {config.env}", served, _figures(measurement), measurement.waits, as_json=args.json)
@@ -196,6 +194,16 @@ warm-up apart. seconds_per_env_step is wall time a transition, summed over envir
 )
 
 
+def _check_memory(config: Config) -> None:
+    """Refuses a replay that the memory asked for cannot hold, before the machine is measured."""
+    from tuner.bridge import concrete
+    from tuner.corrections import check_memory
+    from tuner.workload import describe
+
+    served = concrete(config, "cpu")  # whatever the platform, the replay takes as much
+    check_memory(served, describe(served))
+
+
 def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     add_output_arguments(parser)
@@ -204,16 +212,16 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 def _predict(args: argparse.Namespace) -> int:
     from predictor import RuntimePredictor
     from tuner.bridge import allocation_checked, concrete, enable_cache
-    from tuner.corrections import check_memory
     from tuner.fingerprint import fingerprint
     from tuner.history import HISTORY, shared_measurements
     from tuner.workload import describe, whole_training
 
     _stay_off_the_accelerator()
     config = allocation_checked(make_config(args))
+    _check_memory(config)
     hardware = fingerprint()
     config = concrete(config, hardware.platform)
-    check_memory(config, workload := describe(config))
+    workload = describe(config)
     history = shared_measurements(hardware.id, lambda text: print(text, file=sys.stderr))
     enable_cache()
     model = RuntimePredictor.pretrained().fit(history[-HISTORY:])

@@ -8,6 +8,8 @@ import pytest
 
 import muzerox
 
+pytest.register_assert_rewrite("refusals")  # so that what a refusal lacks is shown
+
 TINY = {
     "train.max_env_steps": 600,
     "replay.min_size": 64,

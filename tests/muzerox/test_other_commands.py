@@ -1,0 +1,96 @@
+"""Commands, and options of ours, that other distributions bring (``muzerox/commands.py``)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from muzerox.cli import main
+from muzerox.commands import load
+
+OTHER = """
+import signal
+
+from muzerox.commands import Command, Extension
+
+def _greet(args):
+    print(f"hello {args.who}")
+    return 5
+
+INTERRUPT = Command(
+    name="interrupt", help="stops", description="Stops.", add_arguments=lambda p: None,
+    run=lambda args: signal.default_int_handler(signal.SIGINT, None),  # what Python does at Ctrl-C
+)
+GREET = Command(
+    name="greet", help="greets", description="Greets.", add_arguments=lambda p: p.add_argument("--who", default="you"), run=_greet
+)
+
+def _wrap(run):
+    def wrapped(args):
+        if args.before:
+            print("before")
+        return run(args) + (1 if args.before else 0)
+    return wrapped
+
+POLITE = Extension(extends="greet", add_arguments=lambda p: p.add_argument("--before", action="store_true"), wrap=_wrap)
+LOUD = Extension(extends="info", add_arguments=lambda p: p.add_argument("--before", action="store_true"), wrap=_wrap)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed distribution with a command and two extensions, one of which extends the first's own command."""
+    (tmp_path / "other_commands.py").write_text(OTHER)
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    entries = "".join(f"{n.lower()} = other_commands:{n}\n" for n in ("GREET", "INTERRUPT", "POLITE", "LOUD"))
+    (info / "entry_points.txt").write_text(f"[muzerox.commands]\n{entries}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other_commands", raising=False)
+
+
+def test_entry_points_of_this_distribution() -> None:
+    assert set(load()) >= {"train", "evaluate", "info"}
+    assert "greet" not in load()
+
+
+@pytest.mark.usefixtures("other")
+def test_command_and_extension_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "greet" in load()
+    assert main(["greet", "--who", "world"]) == 5
+    assert capsys.readouterr().out == "hello world\n"
+    assert main(["greet", "--before"]) == 6
+    assert capsys.readouterr().out == "before\nhello you\n"
+    assert main(["info", "--json", "--before"]) == 1
+    assert capsys.readouterr().out.startswith("before\n{")
+    assert main(["info", "--json"]) == 0  # its own options are untouched
+    json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("other")
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["interrupt"]) == 130
+    assert capsys.readouterr().err == "muzerox interrupt: interrupted\n"
+
+
+@pytest.mark.usefixtures("other")
+def test_what_cannot_be_used_of_another_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other-1.0.dist-info" / "entry_points.txt").write_text(
+        "[muzerox.commands]\ngreet = other_commands:GREET\nbroken = other_commands:MISSING\nabsent = no_such_module_at_all:X\n"
+        "function = other_commands:_greet\nlost = other_commands:LOST\n"
+    )
+    with (tmp_path / "other_commands.py").open("a") as file:
+        file.write("LOST = Extension(extends='trian', add_arguments=lambda p: None, wrap=_wrap)\n")
+    assert main(["greet"]) == 5  # the rest still works
+    captured = capsys.readouterr()
+    assert captured.out == "hello you\n"
+    lines = captured.err.splitlines()
+    assert len(lines) == 4
+    for name, why in (
+        ("broken", "MISSING"), ("absent", "no_such_module_at_all"), ("function", "neither"), ("lost", "nearest valid: train"),
+    ):  # fmt: skip
+        assert any(f"left out {name} = " in line and " of other: " in line and why in line for line in lines), lines
