@@ -14,6 +14,7 @@ from typing import Any
 
 from tuner.bridge import (
     Command,
+    Config,
     Extension,
     RunDir,
     RunFailed,
