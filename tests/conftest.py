@@ -29,7 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled programs are shared between the tests and their subprocesses, and with nobody else."""
-    home: Path = tmp_path_factory.getbasetemp().parent / "muzerox-home"
+    """Compiled programs are shared between the tests of a session and their subprocesses, and with nobody else."""
+    base: Path = tmp_path_factory.getbasetemp()  # of this process; where there are several, in the session's own folder
+    home = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "muzerox-home"
     os.environ["MUZEROX_HOME"] = str(home)
     enable_cache()

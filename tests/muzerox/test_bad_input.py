@@ -222,10 +222,6 @@ def test_one_line_and_nothing_written(name: str, world: Path, capsys: pytest.Cap
     assert snapshot(world) == before
 
 
-def test_there_are_enough_cases() -> None:
-    assert len(CASES) >= 30
-
-
 SUBPROCESS = ("environment, name", "together, batch", "out, not empty", "option, command")
 
 
