@@ -131,20 +131,32 @@ def state_after(
 
 
 def corrected(
-    runs: Sequence[tuple[Config, Measurement]], predictor: RuntimePredictor, hardware: Hardware, most: np.ndarray | None = None
+    runs: Sequence[tuple[Config, Measurement]],
+    predictor: RuntimePredictor,
+    hardware: Hardware,
+    most: np.ndarray | None = None,
+    cores: Sequence[int] = (),
 ) -> Config:
-    """The last of ``runs``'s configuration under its corrected allocation; the same one where nothing is to be corrected."""
+    """The last of ``runs``'s configuration under its corrected allocation; the same one where nothing is to be corrected.
+
+    ``cores``: numbers to choose among, the knob's; any where there are none.
+    """
     config = runs[-1][0]
     given, after = resources.allocation_of(config, hardware), state_after(runs, predictor, hardware, most).allocated
     changes = {}
     if after[0] != given[0]:
-        least = config.runtime.role_threads if config.runtime.kind == "sebulba" else 1
-        changes["allocation.cores"] = int(max(least, round(after[0]), 1))  # to the nearest: a move that does not pay is undone
+        changes["allocation.cores"] = _nearest_cores(float(after[0]), resources.least_cores(config), cores)
     moved = resources.with_allocation(config, after, hardware, ()).to_dict()["allocation"]
     for name, column in (("memory_gib", 1), ("device_memory", 2)):
         if after[column] != given[column] and name in moved:
             changes[f"allocation.{name}"] = moved[name]
     return config.replace(changes)
+
+
+def _nearest_cores(wanted: float, least: int, cores: Sequence[int]) -> int:
+    """Of ``cores``, or of all numbers, the nearest that is at least ``least``: a move that does not pay is undone."""
+    enough = [n for n in cores or [round(wanted), least] if n >= least]
+    return min(enough, key=lambda n: (abs(n - wanted), -n))
 
 
 def begin(
@@ -162,18 +174,24 @@ def begin(
 
 
 def rebalanced(
-    trials: Sequence[Trial], best: Trial, predictor: RuntimePredictor, hardware: Hardware, most: np.ndarray
+    trials: Sequence[Trial],
+    best: Trial,
+    predictor: RuntimePredictor,
+    hardware: Hardware,
+    most: np.ndarray,
+    cores: Sequence[int],
 ) -> tuple[Config, np.ndarray, tuple[Config, Measurement]]:
     """The best configuration under the allocation that its runs say it should have, its predicted use [R], and its last run.
 
-    As it is where they say no other. Its runs are the last that was not a correction, and the corrections since.
+    As it is where they say no other. Its runs are the last that was not a correction, and the corrections since. ``cores``: the
+    numbers of them that the grid has.
     """
     work = Config.from_dict(best.config).replace(_ALLOCATION)
     every = [(Config.from_dict(trial.config), trial) for trial in trials]
     runs = [(config, trial) for config, trial in every if config.replace(_ALLOCATION) == work]
     first = max(index for index, (_, trial) in enumerate(runs) if trial.role != ROLE)
     since = [(config, trial.measurement) for config, trial in runs[first:]]
-    config = corrected(since, predictor, hardware, most) if len(since) <= MOST else since[-1][0]
+    config = corrected(since, predictor, hardware, most, cores) if len(since) <= MOST else since[-1][0]
     return config, resources.use_of(predictor.predict(describe(config), hardware)), since[-1]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import fcntl
 import json
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -129,10 +129,15 @@ class TuneDir:
         except ValueError as error:  # StoreError and SchemaError are such
             raise UserError(str(self.path / "trials"), None, str(error)) from None
 
-    def check_same(self, knobs: Collection[str], objective: str) -> None:
-        """Raises UserError when its trials moved other knobs (paths) than these, or it ended with another objective."""
-        if any(set(trial.changes) != set(knobs) for trial in self.trials()):
-            raise UserError("--out", str(self.path), "holds a tuning with other --knobs; give those, or another --out")
+    def check_same(self, choices: Mapping[str, Collection[Any]], objective: str) -> None:
+        """Raises UserError when its trials moved other knobs than these, to other choices, or it ended with another objective."""
+        for trial in self.trials():
+            if set(trial.changes) != set(choices):
+                raise UserError("--out", str(self.path), "holds a tuning with other --knobs; give those, or another --out")
+            for path, value in trial.changes.items():
+                if value not in choices[path]:  # of another version or machine, or more cores than may be had now
+                    rule = f"holds a trial with {path} = {value}, which is no choice here and now; give another --out"
+                    raise UserError("--out", str(self.path), rule)
         ended = self.result() or {}
         if (other := ended.get("objective", objective)) != objective:
             rule = f"holds a tuning with --objective {other}, not {objective}; give that, or another --out"

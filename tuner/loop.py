@@ -120,7 +120,7 @@ class _Tuning:
         """``began`` is when this process began with it, of ``time.monotonic``."""
         self.task, self.space, self.hardware, self.progress = task, task.space, task.hardware, task.progress
         start, folder, most_cores = task.start, task.folder, task.goal.max_cores
-        folder.check_same({knob.path for knob in self.space.knobs}, task.goal.name)
+        folder.check_same({knob.path: self.space.options(knob.path) for knob in self.space.knobs}, task.goal.name)
         kept = folder.trials()
         self.trials = kept if kept and kept[0].seconds is not None else []  # a start that failed is measured anew
         self._began, self._spent_before = began, self.trials[-1].elapsed if self.trials else 0.0
@@ -211,9 +211,8 @@ class _Tuning:
         """
         temperature = temperature_of(number)
         if number % corrections.EVERY == 0:
-            config, use, last = corrections.rebalanced(
-                self.trials, self.ending.best(self.trials), self.predictor, self.hardware, self.most
-            )
+            best, cores = self.ending.best(self.trials), self.space.options("allocation.cores")
+            config, use, last = corrections.rebalanced(self.trials, best, self.predictor, self.hardware, self.most, cores)
             if self._fresh(config):
                 self._measure(config, use, corrections.ROLE, temperature=temperature, beside=last)
                 self._learn()

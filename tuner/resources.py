@@ -103,13 +103,17 @@ def for_training(use: np.ndarray, hardware: Hardware, most: np.ndarray) -> np.nd
     return np.array(allocate.allocate(wanted, limits(hardware, use, most)))
 
 
+def least_cores(config: Config) -> int:
+    """Cores below which a configuration is refused: a role's threads, where it has such."""
+    return max(1, config.runtime.role_threads) if config.runtime.kind == "sebulba" else 1
+
+
 def with_allocation(config: Config, allocated: np.ndarray, hardware: Hardware, cores: Sequence[int]) -> Config:
     """The configuration under an allocation [R]: at most the cores it asked for, at least a role's threads.
 
     ``cores``: numbers to choose among; any where there are none.
     """
-    least = config.runtime.role_threads if config.runtime.kind == "sebulba" else 1
-    wanted = min(config.allocation.cores or hardware.cores, max(least, math.ceil(allocated[0])))
+    wanted = min(config.allocation.cores or hardware.cores, max(least_cores(config), math.ceil(allocated[0])))
     memory = min(math.ceil(allocated[1] / _GIB * _MEMORY_GRAIN) / _MEMORY_GRAIN, hardware.memory_bytes / _GIB)
     changes: dict[str, Any] = {"allocation.memory_gib": memory}
     changes["allocation.cores"] = min((n for n in cores if n >= wanted), default=wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import muzerox.allocation
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
 from tuner import allocate, balance, corrections, resources
 from tuner.allocate import Limits
 from tuner.balance import NOTHING, Seen, State, correct
-from tuner.bridge import Config, UserError, concrete
+from tuner.bridge import Config, UserError, concrete, get
 from tuner.history import Trial
+from tuner.neighbourhood import space_around
 from tuner.workload import describe
 
 ROOM = Limits(np.zeros(3), np.full(3, 100.0))
@@ -249,6 +252,33 @@ def test_a_correction_is_undone_by_the_run_that_follows(machine: Hardware, workl
     assert corrections.corrected([(four, first), (less, same)], predictor, machine) == less
 
 
+@pytest.mark.parametrize("cores", [8, 16])
+def test_cores_are_corrected_to_a_choice_of_the_grid(
+    cores: int, machine: Hardware, workload: Workload, tiny_threads: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muzerox.allocation, "available_cores", lambda: list(range(cores)))
+    wide = dataclasses.replace(machine, cores=cores)
+    start = concrete(tiny_threads.replace({"allocation.cores": cores, "allocation.memory_gib": 2.0}), "cpu")
+    space = space_around(start, "neutral", "cpu")
+    choices = space.options("allocation.cores")
+    heavy = dataclasses.replace(workload, dynamics_flops=1e8, represent_flops=1e8)
+    found = set()
+    for given, use, threads in itertools.product(choices, np.linspace(0.1, cores, 4 * cores), (0, 2)):
+        if use > given or threads > given:
+            continue
+        config = start.replace({"allocation.cores": given, "runtime.role_threads": threads})
+        measured = ran(wide, dataclasses.replace(heavy, cores=float(given)), cpu_use=float(use))
+        after = corrections.corrected([(config, measured)], RuntimePredictor(), wide, cores=choices)
+        space.encode({knob.path: get(after, knob.path) for knob in space.knobs})  # ValueError where it is none
+        assert after.allocation.cores >= threads
+        found.add(after.allocation.cores)
+    assert len(found) > 4
+    for wanted, least in itertools.product(np.arange(0.0, cores + 1.0, 0.25), (1, 4)):
+        nearest = corrections._nearest_cores(float(wanted), least, choices)
+        assert nearest >= least
+        assert abs(nearest - wanted) == min(abs(n - wanted) for n in choices if n >= least)
+
+
 def test_from_too_little_memory(machine: Hardware, workload: Workload) -> None:
     predictor = RuntimePredictor()
     config = Config().replace({"allocation.cores": 2, "allocation.memory_gib": 0.25})
@@ -306,7 +336,7 @@ def test_the_best_of_a_tuning_is_measured_again_under_the_allocation_its_runs_sa
         return Trial(number=0, role=role, measurement=measured, elapsed=1.0, **places, **costs)
 
     def next_of(*trials: Trial) -> Config:
-        return corrections.rebalanced(trials, trials[0], predictor, machine, most)[0]
+        return corrections.rebalanced(trials, trials[0], predictor, machine, most, (1, 2, 3, 4))[0]
 
     best = trial(four, "annealed", 1.0)
     assert next_of(best) == one

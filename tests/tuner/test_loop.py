@@ -162,6 +162,16 @@ def test_other_knobs_or_another_objective_in_the_same_folder_are_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_a_trial_that_is_no_choice_any_more_is_told_of(tuned: tuner.TuneResult, tmp_path: Path) -> None:
+    """As of a machine with more cores, or of a version with other choices."""
+    copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
+    last = tuned.history[-1]
+    copy.append(dataclasses.replace(last, number=len(tuned.history), changes={**last.changes, "allocation.cores": 5}))
+    with pytest.raises(UserError, match=r"allocation\.cores = 5, which is no choice") as caught:
+        tuner.tune(Config.preset("gymnax:CartPole-v1").replace(TINY), budget="10m", out=copy.path, quiet=True)
+    assert "\n" not in str(caught.value)
+
+
 class Interrupted(Progress):
     """Ctrl-C comes when a tuning is gone on with."""
 
