@@ -18,10 +18,13 @@ from typing import Any
 
 from predictor import Hardware
 from tuner import phases
-from tuner.bridge import Config, RunDir, ask_live, can_change_live
+from tuner.bridge import Config, RunDir, ask_live, can_change_live, toml, write_atomically
 
 POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # and ten times what a start took before: after these a change has failed
+STOPPED = 130  # exit code of a training that was told to stop
+# The same, of a process that did not heed signals yet, or was told twice.
+_UNHEEDED = (-signal.SIGTERM, -signal.SIGINT)
 
 # Before the training's own interpreter: a killed tuner has the training save and stop, so that it can be resumed at once. Not by
 # SIGTERM, which a switch may have sent already: a second one ends it without saving. The request outlives exec. Linux only;
@@ -42,7 +45,7 @@ class Child:
 
     def __init__(self, arguments: Sequence[str], *, as_json: bool):
         command = [sys.executable, "-m", "muzerox", "train", *arguments, *(["--json"] if as_json else [])]
-        self._stdout = tempfile.TemporaryFile()
+        self._stdout, self._said = tempfile.TemporaryFile(), ""
         environment = dict(os.environ)
         if sys.stdout.isatty():  # its tables are for this terminal
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
@@ -54,9 +57,14 @@ class Child:
     def wait(self, seconds: float | None = None) -> int | None:
         """Its exit code; None while it lives, after so many seconds."""
         try:
-            return self._process.wait(seconds)
+            code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
+        if not self._stdout.closed:
+            with self._stdout:
+                self._stdout.seek(0)
+                self._said = self._stdout.read().decode(errors="replace")
+        return code
 
     def stop(self) -> None:
         """Asks it to save and stop, once: a second request would end it before it has saved."""
@@ -76,12 +84,11 @@ class Child:
     def kill(self) -> None:
         """Ends it as it is."""
         self._process.kill()
-        self._process.wait()
+        self.wait()
 
     def said(self) -> str:
         """What it has printed, once it has ended."""
-        self._stdout.seek(0)
-        return self._stdout.read().decode(errors="replace")
+        return self._said
 
 
 class Follower:
@@ -189,9 +196,14 @@ class Training:
         self.config = self.config.replace(changes)
         self.start(["--resume", str(self._run.path), *_set(changes)])
 
+    def restore(self, changes: Mapping[str, Any]) -> None:
+        """Writes ``changes`` into the run's configuration, at which no process is at work: whatever becomes of the next one."""
+        write_atomically(self._run.config_file, toml(self._run.load_config().replace(changes)))
+
     def wait(self, seconds: float | None = None) -> int | None:
-        """The process's exit code; None while it lives, after so many seconds."""
-        return self._child.wait(seconds)
+        """The process's exit code, ``STOPPED`` however it stopped when it was told to; None while it lives, after so long."""
+        code = self._child.wait(seconds)
+        return STOPPED if self.stopping and code in _UNHEEDED else code
 
     def said(self) -> str:
         """What the last process has printed, once it has ended."""
@@ -244,14 +256,22 @@ class Training:
         return enough and all(can_change_live(self.config, path) for path in changes)
 
     def change(self, changes: Mapping[str, Any]) -> str:
-        """``running`` with the changes, ``failed``, or ``ended``: the training was done, or was told to stop."""
+        """``running`` with the changes, ``failed``, or ``ended``: the training was done, or was told to stop.
+
+        Raises:
+          ConfigError: they make no configuration; nothing was asked of the training.
+        """
+        config = self.config.replace(changes)
         if self.is_live(changes):
             ask_live(self._run, dict(changes))
-            self.config = self.config.replace(changes)
+            while self._run.live_file.exists():  # it takes them between two dispatches
+                if self.wait(POLL_SECONDS) is not None:
+                    return "ended"
+            self.config = config
             return "running"
         began = time.monotonic()
         self._child.stop()
-        if self.wait() != 130 or self.stopping:
+        if self.wait() != STOPPED or self.stopping:
             return "ended"
         limit = START_SECONDS + 10.0 * (0.0 if math.isnan(self.cost) else self.cost)
         self.resume(changes)
@@ -260,10 +280,10 @@ class Training:
             if reports:
                 self.cost = time.monotonic() - began - sum(report.seconds for report in reports)
                 return "running"
-            if time.monotonic() - began > limit:
+            if not self.stopping and time.monotonic() - began > limit:
                 self._child.kill()
                 return "failed"
-        return "ended" if code in (0, 130) else "failed"
+        return "ended" if code in (0, STOPPED) else "failed"
 
 
 def _set(changes: Mapping[str, Any]) -> list[str]:

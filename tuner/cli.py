@@ -316,10 +316,11 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     factor = balance_of(result.config, use, result.hardware)
     if args.json:
         tuning = {"tuning": result.to_dict(), "balance_factor": factor, "switches": [vars(switch) for switch in how.switches]}
-        print(json.dumps({**json.loads(how.said), **tuning}))
-        return how.code
-    print(how.said, end="")
-    if how.code == 0:
+        print(json.dumps({**json.loads(how.said or "{}"), **tuning}))
+    else:
+        print(how.said, end="")
+    _say_unsaved(how, f"--resume {out}" if run.config_file.exists() else f"--config {tuned} --out {out}")
+    if how.code == 0 and not args.json:
         print_table(f"muzerox train --tune: {out}", _used_rows(result, trained, use, factor) | _switch_rows(how.switches))
     return how.code
 
@@ -338,7 +339,13 @@ def _resume_in_phases(args: argparse.Namespace) -> int:
     sets = [part for text in args.assignments for part in ("--set", text)]
     how = train_in_phases(config, run, ["--resume", args.resume, *sets], fingerprint(), as_json=args.json)
     print(how.said, end="")
+    _say_unsaved(how, f"--resume {args.resume}")
     return how.code
+
+
+def _say_unsaved(how: Any, again: str) -> None:
+    if how.code == 130 and not how.said:  # it had not begun, or was told twice: it could not say so itself
+        print(f"stopped before it could save; go on with: muzerox train {again}", file=sys.stderr)
 
 
 def _switch_rows(switches: Sequence[Switch]) -> dict[str, str]:
@@ -346,7 +353,7 @@ def _switch_rows(switches: Sequence[Switch]) -> dict[str, str]:
     rows = {}
     for switch in switches:
         changes = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in switch.after.items())
-        gain = "" if switch.measured_gain is None else f", {switch.measured_gain:.2f} times as fast"
+        gain = "" if switch.measured_gain is None else f", measured {switch.measured_gain:.2f} times as fast"
         rows[f"at {switch.env_steps:,} steps"] = f"{changes}: {switch.verdict}{gain} ({switch.reason})"
     return rows
 

@@ -20,14 +20,15 @@ import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner import phases, switches
-from tuner.bridge import Config, RunDir, concrete, enable_cache, get
-from tuner.child import POLL_SECONDS, Training
+from tuner.bridge import Config, ConfigError, RunDir, allocation_checked, concrete, enable_cache, get
+from tuner.child import POLL_SECONDS, STOPPED, Training
 from tuner.corrections import more_memory
 from tuner.history import HISTORY, shared_measurements
 from tuner.neighbourhood import resumable_space
 from tuner.objective import STALENESS_PRICE
-from tuner.phases import Level, Reason
+from tuner.phases import Expectation, Level, Reason
 from tuner.proposer import Point, Proposer
+from tuner.resources import least_cores
 from tuner.space import Space, feasible, workloads
 from tuner.switches import Switch
 
@@ -42,7 +43,7 @@ RELEASED = 0.98  # of the steps/s, that fewer cores must keep
 class Trained:
     """How a training that was followed ended."""
 
-    code: int  # exit code of its last process
+    code: int  # exit code of its last process; 130 when it was told to stop, before it could save or after
     said: str  # what that printed
     cores_busy: float  # of all processes, on average
     switches: tuple[Switch, ...]
@@ -80,12 +81,15 @@ def train_in_phases(
     return Trained(code=code, said=said, cores_busy=cpu / seconds, switches=tuple(switches.load(run)))
 
 
-def measured(space: Space, point: Point, now: Level, hardware: Hardware) -> Measurement:
-    """What a stretch of the training says of the configuration at ``point``."""
+def measured(space: Space, point: Point, now: Level | None, hardware: Hardware) -> Measurement:
+    """What a stretch of the training says of the configuration at ``point``; None: that it does not run."""
     fields = workloads(space.base, space.tables(), jnp.asarray([point], jnp.int32))
+    workload = jax.tree.map(lambda x: float(np.asarray(x)[0]), fields)
+    if now is None:
+        return Measurement(hardware=hardware, workload=workload, outcome=Outcome.CRASHED)
     return Measurement(
         hardware=hardware,
-        workload=jax.tree.map(lambda x: float(np.asarray(x)[0]), fields),
+        workload=workload,
         outcome=Outcome.OK,
         seconds_per_env_step=now.seconds_per_env_step,
         env_steps_per_second=1.0 / now.seconds_per_env_step,
@@ -187,16 +191,12 @@ class _Phases:
                 break
             wanted, current = space.decode(point), space.decode(here)
             changes = {path: value for path, value in wanted.items() if value != current[path]}
-            judged = self._try(changes, reason, gain, seconds)
+            judged = self._try(changes, reason, Expectation(gain, proposer.deviation(point)), seconds)
             if judged is None:
                 return None  # this phase is over
             verdict, now = judged
-            if now is None:
-                failed = dataclasses.replace(known[0][1], outcome=Outcome.CRASHED, seconds_per_env_step=None)
-                known.append((point, failed))
-                continue
             known.append((point, measured(space, point, now, self.hardware)))
-            if verdict in ("kept", "left"):
+            if now is not None and verdict in ("kept", "left"):
                 here, seconds = point, now.seconds_per_env_step
         return seconds
 
@@ -220,17 +220,19 @@ class _Phases:
         """Late convergence: the fewest cores that training is expected to keep its pace on, while it runs."""
         training = self.training
         cores, busy = training.config.allocation.cores, training.last.cores_busy if training.last else math.nan
-        fewer = math.ceil(busy + 0.1) if math.isfinite(busy) else 0
+        fewer = max(math.ceil(busy + 0.1), least_cores(training.config)) if math.isfinite(busy) else 0
         took = phases.SETTLE_SECONDS + phases.MEASURE_SECONDS
         left = training.seconds_left(reason.now.seconds_per_env_step)
         if cores is None or not 0 < fewer < cores or took > RELEASE_SHARE * left:
             return
-        self._try({"allocation.cores": fewer}, reason, 1.0, reason.now.seconds_per_env_step)
+        # As fast as before is the best that fewer cores can be, and no mean: to believe in it would keep what makes it slower.
+        as_fast = Expectation(1.0, math.inf)
+        self._try({"allocation.cores": fewer}, reason, as_fast, reason.now.seconds_per_env_step)
 
     # A candidate -----------------------------------------------------------------------------------------------------
 
     def _try(
-        self, changes: Mapping[str, Any], reason: Reason, expected: float, seconds: float
+        self, changes: Mapping[str, Any], reason: Reason, expected: Expectation, seconds: float
     ) -> tuple[str, Level | None] | None:
         """Goes on with ``changes``, and back where they do not pay. Verdict and costs (None: it failed).
 
@@ -240,6 +242,11 @@ class _Phases:
         assert training.last is not None
         if self.taught is not None:
             changes = {**changes, **more_memory(training.now, changes, self.taught, self.hardware)}
+        try:
+            allocation_checked(training.config.replace(changes))
+        except ConfigError as error:
+            self.say(f"it goes on as it is: {error}")
+            return "failed", None
         back = {path: get(training.config, path) for path in changes}
         live = training.is_live(changes)
         switch = Switch(
@@ -250,48 +257,62 @@ class _Phases:
             how="live" if live else "restart",
             before=back,
             after=dict(changes),
-            expected_gain=round(expected, 4),
+            expected_gain=round(expected.gain, 4),
         )
         self.number += 1
         switches.append(self.run, switch)
-        self.say(f"trying {_text(changes)}, expected to be {expected:.2f} times as fast")
+        self.say(f"trying {_text(changes)}, expected to be {expected.gain:.2f} times as fast")
         outcome = training.change(changes)
         if outcome == "running" and not live:
             switch = dataclasses.replace(switch, cost_seconds=round(training.cost, 2))
         reports = training.gather(self.state.simulations) if outcome == "running" else None
         if outcome == "running" and reports is None:
-            outcome = "failed" if training.wait() not in (0, 130) else "ended"
+            outcome = "failed" if training.wait() not in (0, STOPPED) else "ended"
         if outcome == "failed":
-            self._judge(switch, "failed", None)
-            if training.stopping:
-                return None
-            training.resume(back)
-            return ("failed", None) if training.gather(self.state.simulations) is not None else None
+            self._judge(switch, "failed")
+            return ("failed", None) if self._recover(back) else None
         if reports is None:
-            self._judge(switch, "cut short", None)
+            self._judge(switch, "cut short")
             return None
         now = phases.level(reports)
         if now.simulations != reason.now.simulations:  # deeper meanwhile: nobody knows what they cost without the changes
-            self._judge(switch, "undone" if live else "left", None)
-            if live:
-                training.change(back)
+            self._judge(switch, "undone" if live and self._go_back(back) else "left")
             return None
         gain = seconds / now.seconds_per_env_step
+        believed = phases.believed(gain, expected)
+        switch = dataclasses.replace(switch, measured_gain=round(gain, 4), believed_gain=round(believed, 4))
         if reason.kind == "return":
-            verdict = "kept" if gain > RELEASED else "undone"
+            verdict = "kept" if believed > RELEASED else "undone"
         else:
-            verdict = phases.verdict(gain, training.seconds_left(seconds), 0.0 if live else training.cost)
-        if verdict == "undone" and training.change(back) != "running":
-            self._judge(switch, "left", gain)  # ended on the way back: it has the changes still
+            verdict = phases.verdict(believed, training.seconds_left(seconds), 0.0 if live else training.cost)
+        if verdict == "undone" and not self._go_back(back):
+            self._judge(switch, "undone" if self._is_left_with(back) else "left")
             return None
-        self._judge(switch, verdict, gain)
+        self._judge(switch, verdict)
         return verdict, now
 
-    def _judge(self, switch: Switch, verdict: str, gain: float | None) -> None:
-        told = None if gain is None else round(gain, 4)
-        row = dataclasses.replace(switch, time=time.time(), verdict=verdict, measured_gain=told)
-        switches.append(self.run, row)
-        self.say(f"{verdict}: {_text(switch.after)}" + (f", {gain:.2f} times as fast" if gain is not None else ""))
+    def _go_back(self, back: Mapping[str, Any]) -> bool:
+        """Goes on with ``back``, at the second attempt where the first fails. False: the training has ended."""
+        outcome = self.training.change(back)
+        return self._recover(back) if outcome == "failed" else outcome == "running"
+
+    def _recover(self, back: Mapping[str, Any]) -> bool:
+        """Goes on with ``back`` after a process has failed. False: the training has ended."""
+        self.training.restore(back)  # what failed may be in the run's configuration, and another process may not get that far
+        if self.training.stopping:
+            return False
+        self.training.resume(back)
+        return self.training.gather(self.state.simulations) is not None
+
+    def _is_left_with(self, values: Mapping[str, Any]) -> bool:
+        """Whether the run, at which no process is at work, would go on with ``values``: one writes them before it compiles."""
+        config = concrete(self.run.load_config(), self.hardware.platform)
+        return all(get(config, path) == value for path, value in values.items())
+
+    def _judge(self, switch: Switch, verdict: str) -> None:
+        switches.append(self.run, dataclasses.replace(switch, time=time.time(), verdict=verdict))
+        gain = "" if switch.measured_gain is None else f", measured {switch.measured_gain:.2f} times as fast"
+        self.say(f"{verdict}: {_text(switch.after)}{gain}")
 
 
 def _text(changes: Mapping[str, Any]) -> str:
