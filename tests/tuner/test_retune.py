@@ -126,6 +126,7 @@ SETTINGS = {
 }
 BEFORE_SECONDS = 20.0  # of training until the regime changes: it has been seen what a phase costs
 CHANGE = 32_000_000  # steps, which no machine makes meanwhile
+SIMULATORS = Path(__file__).parents[2] / "benchmarks" / "simulators"
 FOLLOW = """
 import sys
 from pathlib import Path
@@ -142,7 +143,7 @@ sys.exit(how.code)
 
 def with_simulators() -> dict[str, str]:
     """The environment of a process that trains on them."""
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "benchmarks" / "simulators"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(SIMULATORS), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path}
 
 
@@ -229,7 +230,8 @@ def test_ctrl_c_saves_whoever_it_is_sent_to(whom: str, tmp_path: Path, tiny: Con
 
 
 @pytest.mark.slow(120)
-def test_a_regime_change_is_met_with_a_switch_that_is_logged(tmp_path: Path) -> None:
+def test_a_regime_change_is_met_with_a_switch_that_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SIMULATORS)
     folder = tmp_path / "t"
     process = follow(folder)
     change_regime(folder, process)

@@ -87,8 +87,13 @@ def test_a_candidate_that_failed_is_learnt_as_what_it_was(
             super().learn(known)
 
     tried = []
+
+    def fail(changes: dict[str, Any], *_: Any) -> tuple[str, None]:
+        tried.append(changes)
+        return "failed", None
+
     monkeypatch.setattr(retune, "Proposer", Learning)
-    monkeypatch.setattr(follower, "_try", lambda changes, *_: (tried.append(changes), ("failed", None))[1])
+    monkeypatch.setattr(follower, "_try", fail)
     follower._anneal(Reason("speed", "slow", FLAT, FLAT))
     (_, here), (_, failed), *_ = learnt[-1]
     assert (failed.outcome, failed.seconds_per_env_step, failed.env_steps_per_second) == (Outcome.CRASHED, None, None)
