@@ -54,10 +54,22 @@ _GROUPS = {
     **{name: (name,) for name in SPREAD},
     "programs": tuple(name for name in ROLES["selfplay"] if name not in ("host_steps", "host_rows")),
     "targets": tuple(name for name in ROLES["search"] if name.startswith("reanalysis")),  # beside the learner on its devices
+    "searched": tuple(name for name in ROLES["search"] if name != "ready"),  # by programs on a device, as ``programs`` are
+    "learnt": tuple(name for name in ROLES["learner"] if name != "dispatch"),
     "narrow": tuple(name for name in _DEVICE if name not in SPREAD),
     "all": STAGES,
 }
 _MEMBERS = np.array([[name in names for names in _GROUPS.values()] for name in STAGES], np.float32)  # [S, groups]
+
+
+def shared_devices(w: Workload, hardware: Rates) -> tuple[jax.Array, jax.Array]:
+    """Whether searching shares the devices of acting, and whether learning shares those of both, bool [...] each.
+
+    By the rule that muzerox places roles by: where there are too few devices for each, learning is the last to share.
+    """
+    apart = w.acting_devices + w.searching_devices + w.learning_devices <= hardware.devices
+    learning_apart = jnp.maximum(w.acting_devices, w.searching_devices) + w.learning_devices <= hardware.devices
+    return ~jnp.asarray(apart), ~jnp.asarray(learning_apart)
 
 
 def cores_taken(w: Workload, threads: Value) -> list[Value]:
@@ -76,8 +88,11 @@ def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax
     group = {name: sums[..., index] for index, name in enumerate(_GROUPS)}
     on_host, cores = jnp.asarray(hardware.on_host), jnp.maximum(w.cores, 1.0)
     at_once = jnp.where(on_host > 0.0, jnp.minimum(w.selfplay_workers, cores), w.selfplay_workers)
-    apart = w.acting_devices + w.searching_devices + w.learning_devices <= hardware.devices
-    alone = jnp.where((on_host > 0.0) | apart, 0.0, 1.0)  # one device for all programs
+    acting, searching = jnp.maximum(w.acting_devices, 1.0), jnp.maximum(w.searching_devices, 1.0)
+    with_search, with_learning = shared_devices(w, hardware)
+    # The first device runs its share of the programs of all roles that it has.
+    first = jnp.where(with_search, group["programs"] / acting + group["searched"] / searching, 0.0)
+    first = (1.0 - on_host) * (first + jnp.where(with_learning, group["learnt"], 0.0))
     # Products take the cores that share them. Those of roles with threads of their own take no more than these, but who acts
     # calls its searches, so that workers are side by side all the same; learning shares its threads with targets.
     own = jnp.where((on_host > 0.0) & (jnp.asarray(w.role_threads) > 0.0), 1.0, 0.0)
@@ -91,15 +106,13 @@ def bounds(stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax
     on_cores = (on_host * (spread + kept * group["narrow"]) + host) / cores
     threaded = (
         (group["selfplay"] + more["acting_flops"]) / at_once,
-        (1.0 - on_host) * group["programs"] / jnp.maximum(w.acting_devices, 1.0),  # more workers than devices take turns
+        (1.0 - on_host) * group["programs"] / acting,  # more workers than devices take turns
         group["context"] / jnp.maximum(w.cpu_actors, 1.0),
-        (group["search"] + more["reanalysis_flops"])
-        * (1.0 + _JITTER / (w.search_queue_size + 1.0))
-        / jnp.maximum(w.searching_devices, 1.0),
+        (group["search"] + more["reanalysis_flops"]) * (1.0 + _JITTER / (w.search_queue_size + 1.0)) / searching,
         (group["learner"] + more["learner_flops"] + more["reanalysis_flops"] + own * group["targets"])
         * (1.0 + _JITTER / (w.batch_queue_size + 1.0)),
         group["python"] + group["steps"] * (1.0 - jnp.asarray(w.step_in_process)),
-        alone * (sum(group[name] for name in SPREAD) + group["narrow"]),
+        first,
         on_cores,
     )
     is_threaded = jnp.asarray(w.sebulba) > 0.0
@@ -153,6 +166,7 @@ def batch_staleness(w: Workload, hardware: Rates) -> Value:
 
     Parameters are published once a dispatch, while the next one runs; of the room for batches, one half is taken.
     """
-    shared = jnp.asarray(w.acting_devices + w.searching_devices + w.learning_devices > hardware.devices)
-    by_learner = maybe_targets_by_learner(w) * jnp.float32(shared | (jnp.asarray(w.role_threads) > 0.0))
+    own_threads = (jnp.asarray(hardware.on_host) > 0.0) & (jnp.asarray(w.role_threads) > 0.0)
+    on_its_devices = (shared_devices(w, hardware)[1] | own_threads) & (jnp.asarray(w.searching_devices) <= w.learning_devices)
+    by_learner = maybe_targets_by_learner(w) * jnp.float32(on_its_devices)
     return w.sebulba * (1.0 - by_learner) * (1.5 * w.loop_count + 0.5 * (w.batch_queue_size + w.searching_devices))

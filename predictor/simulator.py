@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from predictor.analytic import HANDED, STAGES, Rates, Value
-from predictor.overlap import ROLES, SPREAD, cores_taken, staleness
+from predictor.overlap import ROLES, SPREAD, cores_taken, shared_devices, staleness
 from predictor.schema import Workload
 
 KINDS = ("selfplay", "context", "search", "learner", "update")
@@ -225,21 +225,26 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
     )
     host = jnp.where(on_host, 1.0, 0.0)
 
-    def needs(name: str, product: str) -> jax.Array:
-        """[P, R] of a kind whose programs run on the devices ``name``, its products those of a stage."""
+    with_search, with_learning = shared_devices(w, hardware)
+
+    def needs(name: str, product: str, first: Value) -> jax.Array:
+        """[P, R] of a kind whose programs run on the devices ``name``, its products those of a stage.
+
+        ``first``: of the first device, if that is shared.
+        """
 
         def of(**amounts: Value) -> jax.Array:
             return jnp.stack([jnp.asarray(amounts.get(resource, 0.0), jnp.float32) for resource in RESOURCES])
 
-        narrow = of(cores=host * kept, device=1.0, **{name: 1.0})
-        spread = of(cores=host * taken[product], device=1.0, **{name: jnp.where(own, taken[product], 1.0)})
+        narrow = of(cores=host * kept, device=first, **{name: 1.0})
+        spread = of(cores=host * taken[product], device=first, **{name: jnp.where(own, taken[product], 1.0)})
         return jnp.stack([of(lock=1.0, cores=1.0), of(lock=python_steps, cores=1.0), narrow, spread])
 
     # Where the roles of a processor have threads of their own, targets are made by the learner's.
-    targets = jnp.where(own, needs("learning", "reanalysis_flops"), needs("searching", "reanalysis_flops"))
-    acts, learns = needs("acting", "acting_flops"), needs("learning", "learner_flops")
-    demand = jnp.stack([acts, acts, targets, learns, learns])
-    apart = w.acting_devices + w.searching_devices + w.learning_devices <= hardware.devices
+    by_learner, by_search = (needs(name, "reanalysis_flops", 1.0 / w.searching_devices) for name in ("learning", "searching"))
+    acts = needs("acting", "acting_flops", 1.0 / w.acting_devices)
+    learns = needs("learning", "learner_flops", 1.0 * with_learning)
+    demand = jnp.stack([acts, acts, jnp.where(own, by_learner, by_search), learns, learns])
     free = on_host & ~own
     room = [
         jnp.float32(1.0),
@@ -247,7 +252,7 @@ def _describe(seconds: jax.Array, w: Workload, hardware: Rates) -> _Pipeline:
         jnp.where(on_host, _PLENTY, w.acting_devices),  # who acts on a processor calls its searches
         jnp.where(free, _PLENTY, w.searching_devices * jnp.where(own, w.role_threads, 1.0)),
         jnp.where(free, _PLENTY, jnp.where(own, w.role_threads, 1.0)),
-        jnp.where(on_host | apart, _PLENTY, 1.0),
+        jnp.where(on_host | ~with_search, _PLENTY, 1.0),
     ]
     has = work > 0.0
     later = np.arange(_SEGMENTS)[None, None, :] >= np.arange(_SEGMENTS + 1)[None, :, None]  # segment s is number s + 1

@@ -123,6 +123,27 @@ def test_an_accelerator_is_shared_unless_each_role_has_its_own(make_threaded: Ma
     assert shared[processors, steps] > 0.0
 
 
+def test_of_two_accelerators_learning_has_one_to_itself(make_threaded: Make, hardware: Hardware) -> None:
+    """Searching shares the one that acts; so it is older than the learner's own when a batch is learnt from."""
+    gpu = dataclasses.replace(hardware, platform="gpu", device_memory_bytes=10**10)
+    device = BOUNDS.index("device")
+    names = ("acting_flops", "replay_bytes", "reanalysis_flops", "learner_flops", "optimizer_bytes")
+    columns = [STAGES.index(name) for name in names]
+
+    def shared(devices: int, **changes: float) -> list[float]:
+        machine = hardware_rates(dataclasses.replace(gpu, devices=devices))
+        return np.asarray(bound_weights(make_threaded(**changes), machine))[device, columns].tolist()
+
+    assert [shared(n) for n in (1, 2, 3)] == [[1.0] * 5, [1.0, 1.0, 1.0, 0.0, 0.0], [0.0] * 5]
+    assert shared(3, acting_devices=2.0, searching_devices=1.0) == [0.5, 1.0, 1.0, 0.0, 0.0]  # the first of the two that act
+    w = make_threaded(loop_count=8.0, batch_queue_size=5.0)
+    ages = [float(batch_staleness(w, dataclasses.replace(gpu, devices=n))) for n in (1, 2, 3)]
+    assert ages == [0.0, 15.0, 15.0]
+    # Those who search on a device that nobody learns with make targets of their own.
+    more = dataclasses.replace(w, searching_devices=2.0, acting_devices=2.0)
+    assert float(batch_staleness(more, dataclasses.replace(gpu, devices=2))) == 15.5
+
+
 def test_workers_take_turns_on_the_devices_they_act_with(make_threaded: Make, hardware: Hardware) -> None:
     """Eight workers, two devices: what runs on a device is bound by the two, what holds Python is not."""
     gpu = dataclasses.replace(hardware, platform="gpu", device_memory_bytes=10**10, devices=8)

@@ -81,6 +81,14 @@ def test_one_device_for_all_runs_one_program_after_the_other(make_threaded: Make
     assert float(apart.learner_use[0]) == pytest.approx(2.0 / 3.0, abs=0.03)
 
 
+def test_of_two_devices_learning_has_one_to_itself(make_threaded: MakeThreaded) -> None:
+    """Acting and searching, on the other, take turns: 4 of the 6 units that one device takes for all."""
+    stages = {"learner_flops": 2e-5, "acting_bytes": 3e-5, "reanalysis_bytes": 1e-5}
+    two = PLENTY._replace(devices=np.float32(2.0))
+    found = run([make_threaded(cores=64.0)], [stages], two, jitter=0.0)
+    assert float(found.seconds_per_env_step[0]) == pytest.approx(4e-5, rel=0.03)
+
+
 def test_cores_are_shared(make_threaded: MakeThreaded, hardware: Hardware) -> None:
     """Narrow programs of three kinds of thread on two cores: a third each, and both cores busy."""
     stages = {"learner_bytes": 4e-5, "acting_bytes": 4e-5, "reanalysis_bytes": 4e-5}
