@@ -21,7 +21,7 @@ from predictor.memory import resident_bytes
 from predictor.overlap import batch_staleness, staleness
 from predictor.runtime_predictor import Params, RuntimePredictor, base_log_seconds, log_seconds
 from predictor.schema import Hardware, Measurement, OtherVersion, Outcome, Prediction, SchemaError, Workload
-from predictor.store import Store, StoreError, by_environment, by_hardware, split
+from predictor.store import Store, StoreError
 
 __all__ = [
     "STAGES",
@@ -41,12 +41,9 @@ __all__ = [
     "Workload",
     "base_log_seconds",
     "batch_staleness",
-    "by_environment",
-    "by_hardware",
     "hardware_rates",
     "log_seconds",
     "resident_bytes",
-    "split",
     "stack",
     "stages",
     "staleness",

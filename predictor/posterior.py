@@ -36,7 +36,7 @@ class Scales(NamedTuple):
 class Posterior(NamedTuple):
     """A Gaussian over the coefficients of all blocks together, and the noise of a measurement."""
 
-    mean: np.ndarray  # [D], in prior standard deviations
+    mean: np.ndarray  # [D], of the coefficients themselves
     root: np.ndarray  # [D, D]; the covariance is root @ root.T
     noise: float
 

@@ -11,14 +11,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
-
-from predictor.schema import Measurement
-
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
+from typing import Any
 
 
 class StoreError(ValueError):
@@ -100,21 +95,3 @@ def _parse(path: Path, text: bytes) -> Iterable[tuple[float, dict[str, Any]]]:
             yield float(entry["time"]), dict(entry["row"])
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{path}:{number}: not a row: {line[:80]!r}") from error
-
-
-def split(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Items by key, in the order they came in."""
-    groups: dict[K, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
-def by_hardware(measurements: Iterable[Measurement]) -> dict[str, list[Measurement]]:
-    """Measurements by kind of machine."""
-    return split(measurements, lambda m: m.hardware.id)
-
-
-def by_environment(measurements: Iterable[Measurement]) -> dict[tuple[float, float, float], list[Measurement]]:
-    """Measurements by what tells environments apart here: bytes of an observation, actions, players."""
-    return split(measurements, lambda m: (m.workload.observation_bytes, m.workload.num_actions, m.workload.num_players))
