@@ -245,7 +245,7 @@ def train_network(network: Network, graph: jraph.GraphsTuple, target: jax.Array,
         def step(carry: tuple[Network, optax.OptState], _: None) -> tuple[tuple[Network, optax.OptState], None]:
             network, state = carry
             updates, state = optimizer.update(jax.grad(loss)(network), state, network)
-            return (optax.apply_updates(network, updates), state), None
+            return (optax.apply_updates(network, model.of_what_is_read(updates, network)), state), None
 
         (trained, _), _ = jax.lax.scan(step, (network, optimizer.init(network)), None, length=_STEPS)
         return trained, model.apply(trained, graph)

@@ -70,6 +70,15 @@ def apply(network: Network, graph: jraph.GraphsTuple) -> jax.Array:
     return jnp.concatenate([network["node_out"], network["edge_out"]]) @ pool(network, graph) + network["bias"]
 
 
+def of_what_is_read(updates: Network, network: Network) -> Network:
+    """Updates without those of weights of exactly 0 in the input projections: features that are not read stay so.
+
+    As a number that never varied in training would otherwise be learnt as one more bias, and surprise where it does vary.
+    """
+    read = {name: jnp.where(network[name] == 0.0, 0.0, updates[name]) for name in ("node_in", "edge_in")}
+    return {**updates, **read}
+
+
 def _attend(
     layer: Network, nodes: jax.Array, edges: jax.Array, given: jax.Array, senders: jax.Array, receivers: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

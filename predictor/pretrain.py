@@ -77,7 +77,7 @@ def pretrain(key: jax.Array, task: Task, *, steps: int, width: int = WIDTH, laye
     import optax  # only here: predicting does without
 
     network = model.init(key, width=width, num_layers=layers)
-    nodes, edges = _population(task)
+    nodes, edges = population(task)
     network = {**network, "node_in": _absorb(network["node_in"], *nodes), "edge_in": _absorb(network["edge_in"], *edges)}
     spread = np.maximum(task.targets.std(0), 1e-3)
     targets = jnp.asarray((task.targets - task.targets.mean(0)) / spread)
@@ -96,8 +96,8 @@ def pretrain(key: jax.Array, task: Task, *, steps: int, width: int = WIDTH, laye
         def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
             params, state = carry
             rows = jax.random.randint(jax.random.fold_in(key, number), (_BATCH,), 0, targets.shape[0])
-            updates, state = optimizer.update(jax.grad(loss)(params, rows), state, params)
-            return (optax.apply_updates(params, updates), state), None
+            (updates, of_head), state = optimizer.update(jax.grad(loss)(params, rows), state, params)
+            return (optax.apply_updates(params, (model.of_what_is_read(updates, params[0]), of_head)), state), None
 
         (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps))
         return params
@@ -122,7 +122,7 @@ def _parts(task: Task, size: int = 512) -> list[tuple[Workload, Rates, np.ndarra
     return [jax.tree.map(lambda x: np.asarray(x)[r], tuple(task[:3])) for r in rows]  # noqa: B023
 
 
-def _population(task: Task) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def population(task: Task) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Mean and inverse standard deviation of the raw features of nodes and of edges, by type."""
     graph = jax.jit(make_graph)(*_parts(task, 2048)[0])
     return _statistics(graph.nodes), _statistics(graph.edges)
@@ -131,7 +131,8 @@ def _population(task: Task) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.nda
 def _statistics(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Mean and inverse standard deviation [types, F] of features.
 
-    A feature that never varied is given an inverse of 0: nothing was learnt about it, so the network must not see it vary later.
+    A feature that never varied is given an inverse of 0, so that its weights are 0 and stay so (:func:`model.of_what_is_read`):
+    nothing can be learnt about it, so the network must not see it vary later.
     """
     kinds, features = np.asarray(rows.kind), np.asarray(rows.features)
     by_type = [features[kinds == kind].swapaxes(0, 1).reshape(features.shape[1], -1) for kind in range(kinds.max() + 1)]

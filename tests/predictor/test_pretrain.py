@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from predictor import STAGES, Hardware, RuntimePredictor, Workload, artifact, model
+from predictor import STAGES, Hardware, RuntimePredictor, Workload, artifact, model, stages
+from predictor.fit import train_network
+from predictor.graph import make_graph
 from predictor.overlap import BOUNDS
-from predictor.pretrain import LAYERS, SHIPPED, WIDTH, Task, features, load, make_task, pretrain
+from predictor.pretrain import LAYERS, SHIPPED, WIDTH, Task, features, load, make_task, population, pretrain
 from predictor.runtime_predictor import schema_hash
 from predictor.simulator import MOST
 from predictor.synthetic import draw_pipelines
@@ -65,6 +67,30 @@ def test_training_teaches_features_what_is_asked(task: Task) -> None:
         return float(1.0 - np.mean((target[128:] - design[128:] @ weights) ** 2) / np.mean(target[128:] ** 2))
 
     assert explained(300) > explained(0) + 0.1
+
+
+def unread(network: model.Network, task: Task) -> list[np.ndarray]:
+    """Weights of features that never vary, of nodes and of edges."""
+    (_, of_nodes), (_, of_edges) = population(task)
+    return [network["node_in"][:, :-1][of_nodes == 0.0], network["edge_in"][:, :-1][of_edges == 0.0]]
+
+
+def test_what_never_varied_is_never_heard(task: Task) -> None:
+    """Neither by pipelines that teach nothing of it, nor by runs that look alike in it: it would be one more bias, of -14."""
+    network = pretrain(jax.random.key(0), task, steps=20)
+    graph = jax.jit(make_graph)(*task[:3])
+    weights = np.ones((1, len(task.targets)), np.float32)
+    start = {**network, "node_out": np.ones(WIDTH, np.float32)}  # or no gradient would reach the input
+    trained, _ = train_network(start, graph, task.targets[:, 0], weights)
+    for found in (network, jax.tree.map(lambda x: np.asarray(x)[0], trained)):
+        assert all(len(weights) > 10 and not np.any(weights) for weights in unread(found, task))
+
+
+def test_what_ships_hears_nothing_that_never_varied() -> None:
+    drawn = draw_pipelines(0, 16_000)
+    seconds = np.asarray(jax.jit(stages)(drawn.workload, drawn.hardware)) * drawn.coefficients
+    task = Task(drawn.workload, drawn.hardware, seconds, np.zeros((16_000, 0), np.float32))
+    assert not any(np.any(weights) for weights in unread(load(), task))
 
 
 def test_what_ships_loads_and_is_small() -> None:
