@@ -2,7 +2,7 @@
 
 The training is one compiled loop on one device (search self-play, replay, learner), or threads of the host that ask for smaller
 programs and meet at queues; :mod:`predictor.overlap` says how stages come together. Each stage's count over the measured rates
-of the hardware is multiplied by a coefficient near 1 that measurements correct (:mod:`predictor.coefficients`), as Ernest does
+of the hardware is multiplied by a coefficient near 1 that measurements correct (:mod:`predictor.fit`), as Ernest does
 (Venkataraman et al., NSDI 2016). All of it is elementwise over candidates: fields of a workload and rates are scalars or
 float32 [C].
 """
@@ -129,6 +129,11 @@ def stack_rates(machines: Sequence[Hardware]) -> Rates:
 def stack(workloads: Sequence[Workload]) -> Workload:
     """Workloads of scalars as one with fields float32 [C]."""
     return jax.tree.map(lambda *fields: np.asarray(fields, np.float32), *workloads)
+
+
+def row_bytes(w: Workload) -> Value:
+    """A transition in the ring: its observations, policy target and scalars."""
+    return w.observation_bytes * w.stored_observations + 4.0 * w.num_actions + 20.0
 
 
 class _Passes(NamedTuple):
@@ -298,7 +303,6 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
         (positions + 1.0) * w.observation_bytes + (w.unroll_steps + w.td_steps) * 20.0 + positions * w.num_actions * 4.0
     )
     priority_bytes = 4.0 * _PRIORITY_PASSES * w.prioritized * (w.capacity / w.num_envs + w.batch_size * w.num_envs)
-    row_bytes = w.observation_bytes * (1.0 + threaded) + 4.0 * w.num_actions + 20.0
 
     refreshed = w.reanalyze_fraction * w.replay_ratio * positions  # roots searched again, a step
     refreshing = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # searches a step
@@ -314,7 +318,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
         w.replay_ratio * moving(4.0 * _ACTIVATION_PASSES * activations / learning, w.batch_size),
         updates * (_LEARNER_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
         updates * 4.0 * _OPTIMIZER_PASSES * params / hardware.copy_bytes_per_second,
-        (row_bytes + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + serial * updates * priority_bytes) / copy,
+        (row_bytes(w) + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + serial * updates * priority_bytes) / copy,
         refreshed * multiplying(again.flops, again_roots),
         refreshed * moving(again.activation_bytes, again_roots),
         refreshing * (again.network_operations + again.tree_operations) * operation,

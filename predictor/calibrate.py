@@ -31,7 +31,8 @@ class Offsets(NamedTuple):
     log_warmup: Value
     log_cpu: Value
     process_bytes: Value  # of the process itself, beside what the workload holds
-    feasible_bytes: Value  # a larger peak has run out of memory before
+    feasible_bytes: Value  # a larger peak has run out of the host's memory before
+    feasible_device_bytes: Value  # one that held more of an accelerator has run out of that's
 
 
 PRIOR_OFFSETS = Offsets(
@@ -41,7 +42,11 @@ PRIOR_OFFSETS = Offsets(
     log_cpu=np.float32(0.0),
     process_bytes=np.float32(0.75e9),
     feasible_bytes=np.float32(np.inf),
+    feasible_device_bytes=np.float32(np.inf),
 )
+
+# In the error of a run that ended for want of an accelerator's memory. The host's ends it by a signal, or in Python's words.
+_ON_DEVICE = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
 
 # The figure of a measurement that each offset corrects the logarithm of; estimates are keyed by the offset.
 _FIGURES = {
@@ -69,6 +74,20 @@ def recent_median(values: Sequence[float], fallback: float) -> float:
     return weighted_median(np.array(values), 0.5 ** (age / _HALF_LIFE))
 
 
+def ran_out_of_device_memory(measurement: Measurement) -> bool:
+    """Whether what ran out was the memory of an accelerator, and not the host's."""
+    named = any(sign in (measurement.error or "") for sign in _ON_DEVICE)
+    return measurement.outcome is Outcome.OUT_OF_MEMORY and not measurement.hardware.on_host and named
+
+
+def feasible(failed: Sequence[float], fine: Sequence[float], before: float) -> np.float32:
+    """The most that is known to be enough memory, of sizes that failed and others that did not; ``before`` where none failed.
+
+    A hair below the smallest that failed, unless a larger one did not: then memory was short for another reason.
+    """
+    return np.float32(max([min(failed) * (1.0 - 1e-5), *fine]) if failed else before)
+
+
 def fit_offsets(
     measurements: Sequence[Measurement], estimates: Mapping[str, np.ndarray], before: Offsets, *, scale: float
 ) -> Offsets:
@@ -76,8 +95,8 @@ def fit_offsets(
 
     Args:
       measurements: [M], oldest first; those of other kinds of machine are left out.
-      estimates: without offsets, [M] each: ``log_seconds``, ``log_compile``, ``log_warmup``, ``log_cpu``, and ``host_bytes``,
-        what the workload, and compiling it, hold in the memory of the host.
+      estimates: without offsets, [M] each: ``log_seconds``, ``log_compile``, ``log_warmup``, ``log_cpu``; ``host_bytes``,
+        what the workload, and compiling it, hold in the memory of the host; ``device_bytes``, what its devices hold together.
       before: kept where nothing was measured.
       scale: how far that machine may be as a whole from what was expected, by :func:`predictor.fit.machine_scale`.
     """
@@ -95,14 +114,20 @@ def fit_offsets(
     beside = [measurements[i].peak_bytes - float(held[i]) for i in compiled if measurements[i].peak_bytes]  # type: ignore[operator]
     process_bytes = max(recent_median(beside, float(before.process_bytes)), 0.0)
 
-    def peaks(outcome: Outcome) -> list[float]:
-        """Of those that could have had all the memory there is."""
-        free = [i for i in here if not measurements[i].workload.memory_bytes]
-        return [process_bytes + float(held[i]) for i in free if measurements[i].outcome is outcome]
+    # Of those that could have had all the memory there is, what they took of the host's and of each device's.
+    fine = [i for i in here if measurements[i].outcome is Outcome.OK]
+    failed = [i for i in here if measurements[i].outcome is Outcome.OUT_OF_MEMORY]
+    on_device = [i for i in failed if ran_out_of_device_memory(measurements[i])]
 
-    failed, fine = peaks(Outcome.OUT_OF_MEMORY), peaks(Outcome.OK)
-    # A hair below the smallest that failed, unless a larger one did not: then memory was short for another reason.
-    feasible = max([min(failed) * (1.0 - 1e-5), *fine]) if failed else float(before.feasible_bytes)
+    def peaks(rows: Sequence[int]) -> list[float]:
+        return [process_bytes + float(held[i]) for i in rows if not measurements[i].workload.memory_bytes]
+
+    def device_peaks(rows: Sequence[int]) -> list[float]:
+        workloads = [(i, measurements[i].workload) for i in rows]
+        return [float(estimates["device_bytes"][i]) / w.num_devices for i, w in workloads if w.device_share == 1.0]
+
+    most = feasible(peaks([i for i in failed if i not in on_device]), peaks(fine), float(before.feasible_bytes))
+    most_device = feasible(device_peaks(on_device), device_peaks(fine), float(before.feasible_device_bytes))
     told = [(seconds, i) for i in here if (seconds := measurements[i].seconds_per_env_step)]
     differences = np.array([np.log(seconds) - estimates["log_seconds"][i] for seconds, i in told])
     level = local_level(
@@ -113,4 +138,4 @@ def fit_offsets(
         drift=_DRIFT,
     )
     logs = {name: log_offset(name) for name in _FIGURES} | {"log_seconds": np.float32(level)}
-    return Offsets(**logs, process_bytes=np.float32(process_bytes), feasible_bytes=np.float32(feasible))
+    return Offsets(**logs, process_bytes=np.float32(process_bytes), feasible_bytes=most, feasible_device_bytes=most_device)

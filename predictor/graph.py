@@ -223,7 +223,7 @@ def _edge_quantities(w: Workload) -> list[list[Value]]:
     rows: list[list[Value]] = [
         [w.observation_bytes, w.num_envs, 1.0 / w.num_envs],
         [4.0, w.num_envs, 1.0 / w.num_envs],
-        [memory.row_bytes(w), w.num_envs, 1.0 / w.num_envs],
+        [analytic.row_bytes(w), w.num_envs, 1.0 / w.num_envs],
         *selfplay_sent,
         *selfplay_back,
         [serial * w.replay_ratio * sequence, serial * w.batch_size, serial * updates],

@@ -1,15 +1,17 @@
 """Bytes that a training holds: what the ring, the trees, the queues and the copies of parameters take. Elementwise.
 
-Under sebulba every row stores the observation it led to, each worker has trees of its own, batches wait in a queue and in the
-learner's hands, and parameters lie published beside the learner's own.
+Under sebulba each worker has trees of its own, batches wait in a queue and in the learner's hands, and parameters lie published
+beside the learner's own.
 """
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from predictor.analytic import Rates, Value
+from predictor.analytic import Rates, Value, row_bytes
 from predictor.schema import Workload
 
 _COPIES = 6.0  # of parameters: online, target, two moments, gradient, update
@@ -19,11 +21,6 @@ _DISPATCHES = 3.0  # worth of batches in the learner's hands: collected, dispatc
 def parameter_count(w: Workload) -> Value:
     """Parameters of the three networks."""
     return w.represent_params + w.dynamics_params + w.predict_params
-
-
-def row_bytes(w: Workload) -> Value:
-    """A transition: observations, policy target and scalars."""
-    return w.observation_bytes * (1.0 + w.sebulba) + 4.0 * w.num_actions + 20.0
 
 
 def replay_resident_bytes(w: Workload) -> Value:
@@ -78,28 +75,45 @@ def saved_bytes(w: Workload) -> Value:
     return replay_resident_bytes(w) + 4.0 * 4.0 * parameter_count(w)
 
 
+def _working_bytes(w: Workload) -> Value:
+    """All but the ring."""
+    parts = tree_resident_bytes(w) + learner_resident_bytes(w) + queue_resident_bytes(w)
+    return parts + _COPIES * 4.0 * parameter_count(w) + published_bytes(w)
+
+
 def resident_bytes(workload: Workload) -> jax.Array:
-    """Bytes a training program holds on its devices, [...] float32, without those of the process itself."""
-    w = workload
-    parts = replay_resident_bytes(w) + tree_resident_bytes(w) + learner_resident_bytes(w) + queue_resident_bytes(w)
-    return jnp.asarray(parts + _COPIES * 4.0 * parameter_count(w) + published_bytes(w), jnp.float32)
+    """Bytes a training holds, [...] float32, on its devices and beside them, without those of the process itself."""
+    return jnp.asarray(replay_resident_bytes(workload) + _working_bytes(workload), jnp.float32)
+
+
+def _apart(w: Workload, hardware: Rates) -> Value:
+    """1 where the ring lies in the host's memory and all else in that of accelerators, else 0."""
+    return w.replay_on_host * (1.0 - hardware.on_host)
+
+
+def device_bytes(w: Workload, hardware: Rates) -> Value:
+    """What a training holds on its devices, [...]: everything, but a ring that lies in the host's memory."""
+    return (1.0 - _apart(w, hardware)) * replay_resident_bytes(w) + _working_bytes(w)
 
 
 def host_bytes(w: Workload, hardware: Rates) -> Value:
     """What a training takes of the host's memory beside its process, [...]: the copy of its state that saving takes.
 
-    And what it holds, where the host is the device.
+    And what it holds there: everything where the host is the device, else a ring that was put there.
     """
-    return saved_bytes(w) + hardware.on_host * resident_bytes(w)
+    held = hardware.on_host * resident_bytes(w) + _apart(w, hardware) * replay_resident_bytes(w)
+    return saved_bytes(w) + held
 
 
-def fits(w: Workload, hardware: Rates, process_bytes: Value, limit: Value) -> Value:
+def fits(w: Workload, hardware: Rates, process_bytes: Value, limit: Value, device_limit: Value = math.inf) -> Value:
     """Whether a training has the memory it needs once it is compiled, bool [...]: of the host, and of its devices.
 
     Args:
       process_bytes: of the process, beside what the training holds.
       limit: bytes of the host's memory that may be taken, if that is less than there is.
+      device_limit: likewise, of each accelerator's.
     """
-    room = jnp.where(jnp.asarray(hardware.on_host) > 0.0, jnp.inf, hardware.device_memory_bytes * w.num_devices)
+    each = jnp.minimum(hardware.device_memory_bytes, device_limit)
+    room = jnp.where(jnp.asarray(hardware.on_host) > 0.0, jnp.inf, each * w.num_devices)
     host = process_bytes + host_bytes(w, hardware)
-    return (host <= jnp.minimum(hardware.memory_bytes, limit)) & (resident_bytes(w) <= room)
+    return (host <= jnp.minimum(hardware.memory_bytes, limit)) & (device_bytes(w, hardware) <= room)

@@ -24,7 +24,7 @@ from predictor.analytic import STAGES, Rates, Value, hardware_rates, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
 from predictor.fit import Fit, FitReport, Spread, fit, linearise, machine_scale, untaught
 from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, make_graph
-from predictor.memory import host_bytes, resident_bytes
+from predictor.memory import device_bytes, host_bytes
 from predictor.model import Network
 from predictor.overlap import batch_staleness, staleness, total
 from predictor.schema import SCHEMA, Hardware, Measurement, Outcome, Prediction, Workload
@@ -159,7 +159,7 @@ def _estimates(params: Params, workload: Workload, hardware: Rates) -> dict[str,
         "log_compile": jnp.log(compile_seconds),
         "log_warmup": seconds + jnp.log(warm_updates * w.batch_size / w.replay_ratio),
         "log_cpu": (0.5 + 0.4 * jnp.asarray(w.sebulba)) * jnp.log(cores),  # threads find more to do at once
-        "resident_bytes": resident_bytes(w),
+        "device_bytes": device_bytes(w, hardware),
         "host_bytes": host_bytes(w, hardware) + _COMPILING_BYTES * compile_seconds,
         "batch_staleness": batch_staleness(w, hardware),
     }
@@ -215,7 +215,7 @@ class RuntimePredictor:
 
     def elsewhere(self) -> RuntimePredictor:
         """The predictor for machines it was not fitted to: that memory ran out on one says nothing of another."""
-        return self._with_offsets(feasible_bytes=np.inf)
+        return self._with_offsets(feasible_bytes=np.inf, feasible_device_bytes=np.inf)
 
     def calibrate(self, measurements: Sequence[Measurement]) -> RuntimePredictor:
         """Offsets alone, which a single baseline run determines; measurements oldest first."""
@@ -234,12 +234,12 @@ class RuntimePredictor:
             math.exp(estimates[name] + float(getattr(self.params.offsets, name)))
             for name in ("log_seconds", "log_compile", "log_warmup", "log_cpu")
         )
-        on_host = hardware.platform == "cpu"
-        held = estimates["resident_bytes"]
+        held = estimates["device_bytes"]
         peak = float(self.params.offsets.process_bytes) + estimates["host_bytes"]
         limits = [float(hardware.memory_bytes), float(self.params.offsets.feasible_bytes)]
         needs = [(peak, limit) for limit in (*limits, workload.memory_bytes or math.inf)]
-        needs += [] if on_host else [(held, float(hardware.device_memory_bytes * workload.num_devices))]
+        each = min(float(self.params.offsets.feasible_device_bytes), hardware.device_memory_bytes * workload.device_share)
+        needs += [] if hardware.on_host else [(held, each * workload.num_devices)]
         short = next((pair for pair in needs if pair[0] > pair[1]), None)
         low, high = (math.exp(float(x)) for x in self.log_interval(workload, hardware))
         return Prediction(
@@ -247,7 +247,7 @@ class RuntimePredictor:
             shares=dict(zip(STAGES, map(float, _stage_shares(self.params, workload, hardware_rates(hardware))), strict=True)),
             outcome=Outcome.OK if short is None else Outcome.OUT_OF_MEMORY,
             error=None if short is None else f"needs {short[0] / 2**30:.1f} GiB of {short[1] / 2**30:.1f}",
-            device_peak_bytes=None if on_host else held,
+            device_peak_bytes=None if hardware.on_host else held,
             seconds_per_env_step=seconds,
             env_steps_per_second=1.0 / seconds,
             updates_per_second=float(workload.replay_ratio / workload.batch_size) / seconds,

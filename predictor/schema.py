@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-SCHEMA = 5  # of what is stored: another number is another version's, and is not read
+SCHEMA = 6  # of what is stored: another number is another version's, and is not read
 
 
 class Outcome(enum.StrEnum):
@@ -155,6 +155,7 @@ class Workload(_Record):
     search_engine: float  # index of the engine
     # replay
     capacity: float  # transitions
+    stored_observations: float  # of each: 1, or 2 where episodes may be truncated, so that the one it led to is kept too
     replay_ratio: float  # sequences an environment step
     prioritized: float  # 1 or 0
     replay_on_host: float  # 1 or 0
@@ -182,6 +183,7 @@ class Workload(_Record):
     cores: float
     num_devices: float  # that one program is split over
     memory_bytes: float  # of the host's, that the process may hold; 0: no less than there is
+    device_share: float  # of an accelerator's memory, that the process may hold; 1: all there is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -79,10 +79,11 @@ def draw_pipelines(seed: int, count: int) -> Synthetic:
     threads = np.where(rng.random(count) < _SERIAL, 0.0, 1.0)  # 0: one program does everything
     ratio, batch = powers(-1, 3), powers(5, 10)
     reanalyzed = np.where(rng.random(count) < 0.5, 0.0, rng.choice([0.25, 0.5, 1.0], count))
+    players = 1.0 + flag(0.3)
     fields = {
         "observation_bytes": inputs * 4.0,
         "num_actions": actions,
-        "num_players": 1.0 + flag(0.3),
+        "num_players": players,
         "num_envs": powers(2, 8),
         **{f"{name}_params": value for name, value in params.items()},
         **{f"{name}_flops": 2.0 * value * cells for name, value in params.items()},
@@ -100,6 +101,7 @@ def draw_pipelines(seed: int, count: int) -> Synthetic:
         "search_split": np.where(threads > 0, 1.0, np.minimum(powers(0, 2), 4.0)),
         "search_engine": flag(0.7),
         "capacity": powers(14, 20),
+        "stored_observations": np.where((threads > 0) | (players < 2.0), 2.0, 1.0),  # games on boards end by their own rules
         "replay_ratio": ratio,
         "prioritized": flag(0.7),
         "replay_on_host": np.where(on_host > 0, 0.0, flag(0.5)),
@@ -124,6 +126,7 @@ def draw_pipelines(seed: int, count: int) -> Synthetic:
         "cores": cores,
         "num_devices": np.where((threads > 0) | (on_host > 0), 1.0, devices),
         "memory_bytes": np.zeros(count),
+        "device_share": np.ones(count),
     }
     return Synthetic(
         Workload(**{name: value.astype(np.float32) for name, value in fields.items()}),

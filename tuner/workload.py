@@ -59,6 +59,8 @@ def describe(config: Config) -> Workload:
         search_split=float(search.split),
         search_engine=float(list(ENGINES).index(search.engine)),
         capacity=float(config.replay.capacity),
+        # A failure may cut any episode under sebulba.
+        stored_observations=1.0 + float(spec.can_truncate or config.runtime.kind == "sebulba"),
         replay_ratio=float(config.replay_ratio),
         prioritized=float(config.replay.kind == "prioritized"),
         replay_on_host=float(config.replay.placement == "host"),
@@ -71,6 +73,7 @@ def describe(config: Config) -> Workload:
         embedding_bits=bits[policy.embedding],
         cores=float(config.allocation.cores or 1),
         memory_bytes=(config.allocation.memory_gib or 0.0) * GIB,
+        device_share=config.allocation.device_memory or 1.0,
         **_describe_runtime(config),
     )
 

@@ -36,6 +36,7 @@ TYPICAL = {
     "search_split": 1.0,
     "search_engine": 0.0,
     "capacity": 131_072.0,
+    "stored_observations": 1.0,
     "replay_ratio": 4.0,
     "prioritized": 1.0,
     "replay_on_host": 0.0,
@@ -60,11 +61,13 @@ TYPICAL = {
     "cores": 2.0,
     "num_devices": 1.0,
     "memory_bytes": 0.0,
+    "device_share": 1.0,
 }
 
 
 THREADED = {
     "num_envs": 32.0,
+    "stored_observations": 2.0,
     "loop_count": 8.0,
     "sebulba": 1.0,
     "selfplay_workers": 2.0,
