@@ -31,7 +31,7 @@ from predictor.schema import Hardware, Measurement, Outcome, Workload
 
 # Scale of how much faster or slower a machine is as a whole than is expected by its rates, in logarithms:
 _ANY_MACHINE = 1.0  # where nothing was ever measured
-_NEW_MACHINE = 0.25  # where others were: two so far, either off by 0.2 by what the other teaches (docs/prediction.md)
+_NEW_MACHINE = 0.25  # where others were; chosen with the first two machines in view (docs/prediction.md)
 _KNOWN_MACHINE = 0.11  # where that was learnt before: 0.065 from hour to hour, 0.09 on another day (benchmarks/data/collected)
 _STAGE = 0.35  # scale of the logarithm of a coefficient, before anything is measured
 _STAGE_SCALES, _LIKELY_STAGE = (0.05, 0.1, 0.2, 0.4), 0.05  # of what it is on this machine, beside that
@@ -152,7 +152,7 @@ def fit(
         wanted = errors + corrected
         trained, said = _train_in_folds(key, before.network, graph, wanted, groups)
         most = np.float32(np.max(np.abs(wanted)))
-        factor = choose_shrinkage(wanted, np.clip(said, -most, most), errors)
+        factor = choose_shrinkage(wanted, np.clip(said, -most, most), errors, groups)
         if factor > 0.0:
             network, shrinkage, limit = trained, np.float32(factor), most
             left = wanted - factor * np.clip(said, -most, most)
@@ -220,9 +220,8 @@ def _train_in_folds(
     key: jax.Array, network: Network, graph: jraph.GraphsTuple, wanted: np.ndarray, groups: Sequence[Hashable]
 ) -> tuple[Network, np.ndarray]:
     """The network trained on everything, and what networks said that were not trained on a measurement, [n]."""
-    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    shuffled = np.asarray(jax.random.permutation(key, len(numbers)))
-    fold = np.array([shuffled[numbers[group]] % _FOLDS for group in groups])
+    numbers = _numbered(groups)
+    fold = np.asarray(jax.random.permutation(key, max(numbers) + 1))[numbers] % _FOLDS
     included = np.stack([*(fold != k for k in range(_FOLDS)), np.full(len(wanted), True)])
     padding = graph.nodes.features.shape[-1] - len(wanted)
     targets, weights = np.pad(wanted, (0, padding)), np.pad(included, ((0, 0), (0, padding)))
@@ -254,17 +253,26 @@ def train_network(network: Network, graph: jraph.GraphsTuple, target: jax.Array,
     return jax.lax.map(train, weights)
 
 
-def choose_shrinkage(wanted: np.ndarray, said: np.ndarray, errors: np.ndarray) -> float:
+def choose_shrinkage(wanted: np.ndarray, said: np.ndarray, errors: np.ndarray, groups: Sequence[Hashable]) -> float:
     """The factor in [0, 1] of what a network said [n] that comes nearest to what is wanted of it [n], in mean square.
 
     0 unless what that gains over ``errors`` [n] exceeds twice its standard error: with few measurements luck looks like skill.
+    Those of a group are right or wrong together, and so count as one.
     """
     power = float(np.sum(said**2))
     if power == 0.0:
         return 0.0
     factor = float(np.clip(np.sum(wanted * said) / power, 0.0, 1.0))
     gain = errors**2 - (wanted - factor * said) ** 2
-    return factor if np.mean(gain) > 2.0 * np.std(gain) / math.sqrt(len(gain)) else 0.0
+    numbers = _numbered(groups)
+    gains = np.bincount(numbers, gain) / np.bincount(numbers)
+    return factor if np.mean(gains) > 2.0 * np.std(gains) / math.sqrt(len(gains)) else 0.0
+
+
+def _numbered(groups: Sequence[Hashable]) -> np.ndarray:
+    """[n] the number of each one's group."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    return np.array([numbers[group] for group in groups])
 
 
 def _machines(measurements: Sequence[Measurement]) -> np.ndarray:
@@ -274,15 +282,17 @@ def _machines(measurements: Sequence[Measurement]) -> np.ndarray:
 
 
 _COUNTED = {f"{part}_{what}": 0.0 for part in ("represent", "dynamics", "predict") for what in ("elements", "moved")}
+_ALIKE = _COUNTED | {"loop_count": 1.0, "host_step_seconds": 0.0, "memory_bytes": 0.0, "device_share": 1.0}
 
 
 def _program(measurement: Measurement) -> Hashable:
     """What measurements of one compiled program share, on whatever machine: fusing more updates compiles nothing.
 
     What the base gets wrong of a program on one machine it gets wrong on another, and the seconds of a host's step are measured.
+    How much memory it may take is nothing that anybody predicts seconds by.
     Elements between layers may be counted otherwise by another version, or have become a few fewer; products tell networks apart.
     """
-    return dataclasses.replace(measurement.workload, loop_count=1.0, host_step_seconds=0.0, **_COUNTED)
+    return dataclasses.replace(measurement.workload, **_ALIKE)
 
 
 def padded(count: int) -> int:

@@ -144,7 +144,9 @@ def test_runs_of_one_program_are_left_out_together(
     programs.append(fitting._program(measure(a, 1.0, hardware=dataclasses.replace(hardware, cpu="another"))))
     # Counted by another version.
     programs.append(fitting._program(measure(dataclasses.replace(a, dynamics_elements=a.dynamics_elements + 3.0), 1.0)))
-    assert programs[0] == programs[1] == programs[3] == programs[4] == programs[5] != programs[2]
+    # Under another allocation of memory.
+    programs.append(fitting._program(measure(dataclasses.replace(a, memory_bytes=2.0**30, device_share=0.3), 1.0)))
+    assert programs[0] == programs[1] == programs[3] == programs[4] == programs[5] == programs[6] != programs[2]
 
 
 def test_what_several_machines_teach_is_about_none_of_them(family: Family, hardware: Hardware, measure: Measure) -> None:
@@ -201,12 +203,21 @@ def test_what_was_learnt_elsewhere_is_kept_where_little_is_measured(family: Fami
 
 def test_luck_is_not_skill() -> None:
     rng = np.random.default_rng(0)
-    error, noise = rng.normal(size=16), rng.normal(size=16)
-    assert fitting.choose_shrinkage(error, np.zeros(16), error) == 0.0
-    assert fitting.choose_shrinkage(error, -error, error) == 0.0
-    assert fitting.choose_shrinkage(error, error, error) == pytest.approx(1.0)
-    assert fitting.choose_shrinkage(error, 2.0 * error, error) == pytest.approx(0.5)
-    assert fitting.choose_shrinkage(error, 0.1 * noise, error) == 0.0
+    error, noise, apart = rng.normal(size=16), rng.normal(size=16), range(16)
+    assert fitting.choose_shrinkage(error, np.zeros(16), error, apart) == 0.0
+    assert fitting.choose_shrinkage(error, -error, error, apart) == 0.0
+    assert fitting.choose_shrinkage(error, error, error, apart) == pytest.approx(1.0)
+    assert fitting.choose_shrinkage(error, 2.0 * error, error, apart) == pytest.approx(0.5)
+    assert fitting.choose_shrinkage(error, 0.1 * noise, error, apart) == 0.0
+
+
+def test_luck_that_is_repeated_is_no_more_than_that() -> None:
+    """Right three times of four, by a number that says nothing: as much as that is luck, however often it is measured."""
+    error, said, groups = np.array([1.0, 1.0, -1.0, 1.0]), np.ones(4), np.arange(4)
+    assert fitting.choose_shrinkage(error, said, error, groups) == 0.0
+    often = [np.repeat(x, 30) for x in (error, said, error)]
+    assert fitting.choose_shrinkage(*often, range(120)) == pytest.approx(0.5)  # were they 120 programs
+    assert fitting.choose_shrinkage(*often, np.repeat(groups, 30)) == 0.0
 
 
 def test_medians_weigh_the_newest_most() -> None:
