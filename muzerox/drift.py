@@ -36,7 +36,7 @@ MOST_SECONDS = 20.0  # unless they, or learning anything, take longer than this
 # Nor more updates, if something was learnt in them: a machine that makes ten thousand has solved CartPole, and then gradients
 # are next to nothing but what rounding makes of them.
 MOST_UPDATES = 1024
-PARTS = 8  # of the batch, whose gradients are compared
+PARTS = 8  # of the batch, whose gradients are compared: each is spread over the whole replay, as sequences are drawn so
 # Values that are nearly the same everywhere have this share of their size as their spread.
 LEAST_SPREAD = 0.1
 

@@ -185,6 +185,29 @@ def test_draws_are_stratified() -> None:
     np.testing.assert_allclose(start.importance, 1.0, rtol=1e-5)
 
 
+@given(st.integers(1, 5_000), st.floats(0.05, 1.0))
+def test_any_shares_in_a_row_are_evenly_spread(size: int, part: float) -> None:
+    shares, taken = replay.spread(size), max(1, round(part * size))
+    assert sorted(shares.tolist()) == list(range(size))
+    gaps = np.diff(np.sort(shares[:taken]), append=np.min(shares[:taken]) + size)
+    assert gaps.sum() == size
+    assert gaps.max() <= 3 * size / taken + 1
+
+
+@pytest.mark.parametrize("rows", [C - 1, C + 4])
+@pytest.mark.parametrize("config", [PRIORITIZED, UNIFORM], ids=["prioritized", "uniform"])
+def test_any_part_of_a_batch_is_drawn_from_the_whole_ring(config: ReplayConfig, rows: int) -> None:
+    """Who takes the first quarter of every batch, as reanalysis does, gets each start as often as who takes it all."""
+    state, size, draws = filled(config, rows), 8, 4_000
+    draw = jax.jit(jax.vmap(lambda key: replay.sample(config, key, state, size, LENGTH)))
+    drawn = np.asarray(draw(jax.random.split(jax.random.key(2), draws)).row)
+    starts = {time % C for time in range(max(rows - C, 0), rows - LENGTH + 1)}
+    for part in np.split(drawn, 4, axis=1):
+        share = np.bincount(part.ravel(), minlength=C) / part.size
+        assert set(np.flatnonzero(share)) == starts
+        np.testing.assert_allclose(share[sorted(starts)], 1 / len(starts), atol=5 * np.sqrt(1 / len(starts) / part.size))
+
+
 def test_duplicates_take_the_larger_and_lower_priorities_are_accepted() -> None:
     state = filled(PRIORITIZED, C)
     start = Sample(jnp.array([2, 2, 2, 4]), jnp.array([1, 1, 1, 0]), jnp.ones(4))

@@ -157,6 +157,19 @@ def test_draws_follow_priorities() -> None:
     assert (np.abs(counts / draws - probability) <= 5 * np.sqrt(probability * (1 - probability) / draws) + 1e-9).all()
 
 
+@pytest.mark.parametrize("kind", ["prioritized", "uniform"])
+def test_any_part_of_a_batch_is_drawn_from_the_whole_ring(kind: str) -> None:
+    """Who takes the first quarter of every batch, as reanalysis does, gets each start as often as who takes it all."""
+    made, rng = make_ring(kind, rows=(13, 6)), np.random.default_rng(5)
+    drawn = [made.sample(rng, 8) for _ in range(4_000)]
+    row, column = (np.stack([getattr(start, name) for start in drawn]) for name in ("row", "column"))
+    starts = {(t, c) for c in range(4) for t in (range(3, 11) if c < 2 else range(4))}
+    for part in np.split(row * 4 + column, 4, axis=1):
+        cells, counts = np.unique(part, return_counts=True)
+        assert {(int(cell) // 4, int(cell) % 4) for cell in cells} == starts
+        np.testing.assert_allclose(counts / part.size, 1 / len(starts), atol=5 * np.sqrt(1 / len(starts) / part.size))
+
+
 def test_one_worker_draws_as_the_ring_on_the_device_does() -> None:
     """Same priorities: same probabilities as muzerox.replay, by the importance weights, which are a function of them."""
     config = small_config(

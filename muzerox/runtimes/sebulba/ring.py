@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from muzerox.config import Config
-from muzerox.replay import SMALLEST_PRIORITY, Sample
+from muzerox.replay import SMALLEST_PRIORITY, Sample, spread
 from muzerox.runtimes.sebulba.queues import Replaced
 from muzerox.runtimes.sebulba.rows import make_rows
 from muzerox.types import EnvSpec, Transition
@@ -76,7 +76,7 @@ class SharedRing:
     """
 
     def __init__(self, config: Config, state: RingState, device: jax.Device):
-        self._config, self._device = config, device
+        self._config = config
         # Two locks, held briefly, the first before the second: of rows (and who may write them), and of priorities and counts.
         # Draws take neither: at worst they see a priority that has just changed.
         self._rows_lock, self._host_lock = threading.Lock(), threading.Lock()
@@ -131,9 +131,9 @@ class SharedRing:
         return Start(np.zeros(batch_size, np.int64), np.zeros(batch_size, np.int32), np.ones(batch_size, np.float32))
 
     def sample(self, rng: np.random.Generator, batch_size: int) -> Start:
-        """Starts of sequences that exist, drawn as :func:`muzerox.replay.sample` draws them.
+        """Starts of sequences that exist, as likely as :func:`muzerox.replay.sample` draws them, and in the same order.
 
-        Some worker must have written ``Config.sequence_length`` rows.
+        Uniform draws are stratified here too. Some worker must have written ``Config.sequence_length`` rows.
         """
         config, num_envs = self._config.replay, self._num_envs
         count, mass = self._eligible()
@@ -141,7 +141,7 @@ class SharedRing:
             mass = (mass > 0).astype(np.float64) * num_envs
         cumulative = np.cumsum(mass.reshape(-1))
         total = cumulative[-1]
-        point = (np.arange(batch_size) + rng.random(batch_size)) / batch_size * total
+        point = ((rng.integers(batch_size) + spread(batch_size)) % batch_size + rng.random(batch_size)) / batch_size * total
         point = np.minimum(point, np.nextafter(total, 0.0))  # rounding can carry the last one to the end, where no slot is
         slot = np.searchsorted(cumulative, point, side="right")
         ring_row, worker = np.divmod(slot, mass.shape[1])
