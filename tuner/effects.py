@@ -73,7 +73,8 @@ def effects(
     candidates = stack([workload, *sets])
     allowed = np.asarray(feasible(candidates, space.max_num_envs, space.max_staleness))
     offsets = predictor.params.offsets
-    fitting = fits(candidates, hardware_rates(hardware), offsets.process_bytes, offsets.feasible_bytes)
+    limits = offsets.feasible_bytes, offsets.feasible_device_bytes
+    fitting = fits(candidates, hardware_rates(hardware), offsets.process_bytes, *limits)
     allowed = (allowed & np.asarray(fitting))[1:]
     found: list[Effect] = []
     begin = 0

@@ -130,8 +130,9 @@ def energy(
     matches = select(jnp.concatenate(same, axis=1).astype(jnp.float32), points, sizes)  # [M, C], knobs that are the same
     seen = jnp.any(matches > len(sizes) - 0.5, axis=0)
     allowed = feasible(workload, limits.max_num_envs, limits.max_staleness)
-    most = jnp.minimum(params.offsets.feasible_bytes, limits.max_bytes)
-    allowed &= fits(workload, hardware, params.offsets.process_bytes, most) & ~seen
+    offsets = params.offsets
+    most = jnp.minimum(offsets.feasible_bytes, limits.max_bytes)
+    allowed &= fits(workload, hardware, offsets.process_bytes, most, offsets.feasible_device_bytes) & ~seen
     return jnp.where(allowed, time + _paid(workload, hardware, limits), jnp.inf)
 
 

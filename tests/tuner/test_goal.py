@@ -170,14 +170,19 @@ def test_what_is_predicted_to_run_out_of_memory_is_not_proposed(machine: Hardwar
     saved = float(params.offsets.process_bytes + saved_bytes(workload))
     none = excluded(space, ()), make_residual(space, (), ())
 
-    def possible(hardware: Hardware, feasible_bytes: float) -> list[bool]:
-        seen = params._replace(offsets=params.offsets._replace(feasible_bytes=jnp.float32(feasible_bytes)))
+    def possible(hardware: Hardware, feasible_bytes: float, on_device: float = math.inf) -> list[bool]:
+        offsets = params.offsets._replace(
+            feasible_bytes=jnp.float32(feasible_bytes), feasible_device_bytes=jnp.float32(on_device)
+        )
+        seen = params._replace(offsets=offsets)
         limits = limits_of(Goal(), hardware, space, 0.0)
         found = energy(points, seen, hardware_rates(hardware), space.base, space.tables(), limits, *none)
         return np.isfinite(np.asarray(found)).tolist()
 
     gpu = dataclasses.replace(machine, platform="gpu", device_memory_bytes=int((small + large) / 2))
     assert possible(gpu, math.inf) == [True, False]
-    assert possible(dataclasses.replace(gpu, device_memory_bytes=int(2 * large)), math.inf) == [True, True]
+    roomy = dataclasses.replace(gpu, device_memory_bytes=int(2 * large))
+    assert possible(roomy, math.inf) == [True, True]
+    assert possible(roomy, math.inf, on_device=(small + large) / 2) == [True, False]
     assert possible(machine, math.inf) == [True, True]
     assert possible(machine, saved + (small + large) / 2) == [True, False]
