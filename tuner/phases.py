@@ -32,8 +32,7 @@ MIN_EPISODES = 8  # in a window, for their length to be known
 RETURN_BLOCKS = 32  # blocks of reports that the course of the return is kept in; joined in pairs when there are more
 FLAT_AFTER = 0.5  # of the training: before, a flat return is one that has not begun to rise
 EARN = 2.0  # times its cost that a switch must be expected to earn: it may have to be undone
-KEEP = 1.02  # times faster that a switch must be believed to be to stay
-NOISE = 0.1  # standard deviation of a measured log gain: two measurements one after the other differ by so much (tuner/anchor.py)
+KEEP = 1.02  # times faster that a switch must be measured to be to stay
 
 
 class Report(NamedTuple):
@@ -68,13 +67,6 @@ class Block(NamedTuple):
 
     episodes: float
     return_sum: float
-
-
-class Expectation(NamedTuple):
-    """What is expected of a switch."""
-
-    gain: float  # times faster
-    deviation: float  # standard deviation of its log; infinite where it says nothing of what will be measured
 
 
 class Reason(NamedTuple):
@@ -320,17 +312,8 @@ def pays(gain: float, seconds_left: float, cost_seconds: float) -> bool:
     return gain > KEEP and seconds_left * (1.0 - 1.0 / gain) > EARN * cost_seconds
 
 
-def believed(measured: float, expected: Expectation) -> float:
-    """How many times faster a switch is, by what was measured of it and what was expected, each by the variance of its log.
-
-    The mean of a Gaussian after a measurement with noise: a window of seconds is too short to be taken at its word.
-    """
-    weight = 1.0 / (1.0 + (NOISE / expected.deviation) ** 2)
-    return float(expected.gain * (measured / expected.gain) ** weight)
-
-
 def verdict(gain: float, seconds_left: float, cost_seconds: float) -> str:
-    """``kept`` where a switch is believed to pay; else ``undone``, or ``left`` where going back would cost more than it wins."""
+    """``kept`` where a switch was measured to pay; else ``undone``, or ``left`` where going back would cost more than it wins."""
     if gain > KEEP:
         return "kept"
     return "undone" if seconds_left * (1.0 / gain - 1.0) > cost_seconds else "left"

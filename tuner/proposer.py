@@ -127,10 +127,6 @@ class Proposer:
         missed, _ = evaluate(self._residual, jnp.asarray(points, jnp.int32))
         return np.asarray(self.predictor.log_seconds(made, self.hardware) + missed)
 
-    def deviation(self, point: Point) -> float:
-        """Standard deviation of the log seconds that are expected of ``point``, by how like it what was measured is."""
-        return float(evaluate(self._residual, jnp.asarray([point], jnp.int32))[1][0])
-
     def propose(self, number: int) -> Point | None:
         """A point for trial ``number`` that was not measured: of least energy among the chains' best, or drawn at random.
 

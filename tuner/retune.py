@@ -26,7 +26,7 @@ from tuner.corrections import more_memory
 from tuner.history import HISTORY, shared_measurements
 from tuner.neighbourhood import resumable_space
 from tuner.objective import STALENESS_PRICE
-from tuner.phases import Expectation, Level, Reason
+from tuner.phases import Level, Reason
 from tuner.proposer import Point, Proposer
 from tuner.resources import least_cores
 from tuner.space import Space, feasible, workloads
@@ -191,7 +191,7 @@ class _Phases:
                 break
             wanted, current = space.decode(point), space.decode(here)
             changes = {path: value for path, value in wanted.items() if value != current[path]}
-            judged = self._try(changes, reason, Expectation(gain, proposer.deviation(point)), seconds)
+            judged = self._try(changes, reason, gain, seconds)
             if judged is None:
                 return None  # this phase is over
             verdict, now = judged
@@ -225,14 +225,12 @@ class _Phases:
         left = training.seconds_left(reason.now.seconds_per_env_step)
         if cores is None or not 0 < fewer < cores or took > RELEASE_SHARE * left:
             return
-        # As fast as before is the best that fewer cores can be, and no mean: to believe in it would keep what makes it slower.
-        as_fast = Expectation(1.0, math.inf)
-        self._try({"allocation.cores": fewer}, reason, as_fast, reason.now.seconds_per_env_step)
+        self._try({"allocation.cores": fewer}, reason, 1.0, reason.now.seconds_per_env_step)
 
     # A candidate -----------------------------------------------------------------------------------------------------
 
     def _try(
-        self, changes: Mapping[str, Any], reason: Reason, expected: Expectation, seconds: float
+        self, changes: Mapping[str, Any], reason: Reason, expected: float, seconds: float
     ) -> tuple[str, Level | None] | None:
         """Goes on with ``changes``, and back where they do not pay. Verdict and costs (None: it failed).
 
@@ -257,11 +255,11 @@ class _Phases:
             how="live" if live else "restart",
             before=back,
             after=dict(changes),
-            expected_gain=round(expected.gain, 4),
+            expected_gain=round(expected, 4),
         )
         self.number += 1
         switches.append(self.run, switch)
-        self.say(f"trying {_text(changes)}, expected to be {expected.gain:.2f} times as fast")
+        self.say(f"trying {_text(changes)}, expected to be {expected:.2f} times as fast")
         outcome = training.change(changes)
         if outcome == "running" and not live:
             switch = dataclasses.replace(switch, cost_seconds=round(training.cost, 2))
@@ -279,12 +277,11 @@ class _Phases:
             self._judge(switch, "undone" if live and self._go_back(back) else "left")
             return None
         gain = seconds / now.seconds_per_env_step
-        believed = phases.believed(gain, expected)
-        switch = dataclasses.replace(switch, measured_gain=round(gain, 4), believed_gain=round(believed, 4))
+        switch = dataclasses.replace(switch, measured_gain=round(gain, 4))
         if reason.kind == "return":
-            verdict = "kept" if believed > RELEASED else "undone"
+            verdict = "kept" if gain > RELEASED else "undone"
         else:
-            verdict = phases.verdict(believed, training.seconds_left(seconds), 0.0 if live else training.cost)
+            verdict = phases.verdict(gain, training.seconds_left(seconds), 0.0 if live else training.cost)
         if verdict == "undone" and not self._go_back(back):
             self._judge(switch, "undone" if self._is_left_with(back) else "left")
             return None

@@ -28,7 +28,6 @@ class Switch:
     after: dict[str, Any]
     expected_gain: float  # times faster, as predicted
     measured_gain: float | None = None  # steps/s after over before; absent while it is on trial, and where it failed
-    believed_gain: float | None = None  # that and what was expected, each by its variance: what it is judged by
     cost_seconds: float | None = None  # from the request to the first report in the new configuration
     # Then kept, undone, left (it gains nothing, but going back would cost more, or the training ended on the way), failed, or
     # cut short.

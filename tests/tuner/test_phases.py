@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tuner import phases
-from tuner.phases import NOISE, Expectation, Report, State, believed, pays, steps_left, verdict, watch
+from tuner.phases import Report, State, pays, steps_left, verdict, watch
 
 STEP = 1e-4  # seconds an environment step
 CLOCKS = np.array([4e-4, 2e-3, 1e-2])  # of a row's environments, its search, a batch's targets
@@ -198,25 +198,6 @@ def test_a_switch_must_earn_twice_what_it_costs() -> None:
     assert verdict(0.99, 60.0, 5.0) == "left"  # going back would win 0.6 s and take 5
     assert verdict(0.9, 60.0, 5.0) == "undone"
     assert verdict(0.99, 60.0, 0.0) == "undone"  # while it runs, it costs nothing
-
-
-def test_what_was_measured_is_believed_as_far_as_it_tells_more_than_what_was_expected() -> None:
-    assert believed(1.1, Expectation(1.5, NOISE)) == pytest.approx(math.sqrt(1.1 * 1.5))  # as sure of one as of the other
-    assert believed(1.1, Expectation(1.5, 2.0 * NOISE)) == pytest.approx(1.1**0.8 * 1.5**0.2)
-    assert believed(1.1, Expectation(1.5, math.inf)) == pytest.approx(1.1)
-    assert believed(1.3, Expectation(1.3, 0.01)) == pytest.approx(1.3)
-
-
-def test_belief_earns_more_than_a_measurement_taken_at_its_word() -> None:
-    """Of switches that are as much faster as expected on average: log seconds won by those that stay."""
-    rng = np.random.default_rng(0)
-    for gain, deviation in ((1.1, 0.1), (1.3, 0.18), (1.5, 0.18), (1.3, 0.3)):
-        true = rng.normal(math.log(gain), deviation, 20_000)
-        told = np.exp(true + rng.normal(0.0, NOISE, true.size))
-        shrunk = np.array([believed(x, Expectation(gain, deviation)) for x in told])
-        by_belief, by_word = (float(true[x > 1.0].sum()) for x in (shrunk, told))
-        assert by_belief > by_word
-        assert np.mean((np.log(shrunk) - true) ** 2) < 0.9 * np.mean((np.log(told) - true) ** 2)
 
 
 def test_what_a_return_ends_is_expected_to_take_as_many_steps_again() -> None:

@@ -20,7 +20,7 @@ from tuner import retune, switches
 from tuner.bridge import Config, ConfigError, RunDir, concrete, get, toml
 from tuner.child import Child, Training
 from tuner.fingerprint import fingerprint
-from tuner.phases import Expectation, Level, Reason, Report
+from tuner.phases import Level, Reason, Report
 from tuner.proposer import Proposer
 from tuner.retune import _Phases
 from tuner.switches import Switch
@@ -69,7 +69,7 @@ def test_what_makes_no_configuration_is_not_asked_of_a_training(tmp_path: Path, 
     one = {"allocation.cores": 1}
     with pytest.raises(ConfigError, match="role_threads"):
         follower.training.change(one)
-    tried = follower._try(one, Reason("return", "flat", FLAT, FLAT), Expectation(1.0, math.inf), 1e-3)
+    tried = follower._try(one, Reason("return", "flat", FLAT, FLAT), 1.0, 1e-3)
     assert tried == ("failed", None), "and the training goes on"
     assert list(tmp_path.iterdir()) == [], "neither live.json nor a row of a switch"
 
@@ -160,7 +160,7 @@ def try_split(tmp_path: Path, tiny: Config, monkeypatch: pytest.MonkeyPatch) -> 
             training.start(["--config", str(tmp_path / "start.toml"), "--out", str(run.path)])
             begun(training)
             follower.state = follower.state._replace(simulations=2)
-            said = follower._try({"search.split": 2}, Reason("speed", "slow", FLAT, FLAT), Expectation(1.5, 0.2), 1e-7)
+            said = follower._try({"search.split": 2}, Reason("speed", "slow", FLAT, FLAT), 1.5, 1e-7)
             code = training.wait(0.0)
             if code is None:
                 training._child.stop()
@@ -187,8 +187,7 @@ def test_stopped_on_the_way_back_the_verdict_is_what_the_run_is_left_with(try_sp
     said, code, switch, split = try_split(lambda number, _: stop_us() if number == 3 else None)  # it imports
     assert (said, code, switch.verdict, split) == (None, 130, "left", 2)
     assert switch.measured_gain is not None
-    assert switch.believed_gain is not None
-    assert switch.measured_gain < switch.believed_gain < 0.5, "what was expected, 1.5, counts a little"
+    assert switch.measured_gain < 0.5
 
 
 @pytest.mark.slow(40)
