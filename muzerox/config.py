@@ -65,6 +65,9 @@ class Config(Section):
                 f"must hold a sequence of every environment: (unroll_steps + td_steps + 2) * {workers}num_envs = {needed}",
                 needed,
             )
+        if self.train.reanalyze_fraction and not self.reanalyzed:
+            rule = f"rounds to no sequence of a batch of train.batch_size ({batch})"
+            raise ConfigError("train.reanalyze_fraction", self.train.reanalyze_fraction, rule, f"{1 / batch:g}")
         # What is split over which devices.
         name = "learning_devices" if sebulba else "num_devices"
         devices = getattr(self.runtime, name)

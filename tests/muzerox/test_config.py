@@ -154,7 +154,14 @@ def values(path: str) -> st.SearchStrategy[Any]:
     return st.none() | some if type(None) in options else some
 
 
-TIED = {"search.final_simulations", "train.batch_size", "train.unroll_steps", "train.td_steps", "train.replay_ratio"}
+TIED = {
+    "search.final_simulations",
+    "train.batch_size",
+    "train.reanalyze_fraction",
+    "train.unroll_steps",
+    "train.td_steps",
+    "train.replay_ratio",
+}
 TIED |= {"replay.capacity", "replay.min_size", "runtime.num_envs", "runtime.num_devices", "runtime.learning_devices"}
 TIED |= {"runtime.selfplay_workers", "runtime.role_threads", "allocation.cores"}
 
@@ -172,6 +179,7 @@ def configs(draw: st.DrawFn) -> Config:
     changes["search.split"] = draw(st.sampled_from([1, 2, 7]))
     changes["runtime.num_envs"] = changes["search.split"] * devices * draw(st.integers(1, 100))
     changes["train.batch_size"] = devices * draw(st.integers(1, 100))
+    changes["train.reanalyze_fraction"] = draw(st.just(0.0) | st.floats(1.0 / changes["train.batch_size"], 1.0))
     simulations = changes.get("search.num_simulations", SearchConfig().num_simulations)
     changes["search.final_simulations"] = draw(st.none() | st.integers(simulations, 10_000))
     changes["train.unroll_steps"] = draw(st.integers(1, 10))
@@ -304,6 +312,7 @@ def test_derived() -> None:
         ({"runtime.kind": "sebulba", "runtime.role_threads": 3, "allocation.cores": 2}, "runtime.role_threads", 2),
         ({"train.replay_ratio": 1e-7}, "train.replay_ratio", "2.56e-06"),
         ({"search.final_simulations": 8}, "search.final_simulations", 16),
+        ({"train.batch_size": 6, "train.reanalyze_fraction": 0.05}, "train.reanalyze_fraction", "0.166667"),
     ],
 )
 def test_rules_across_fields(changes: dict[str, Any], path: str, nearest: object) -> None:
