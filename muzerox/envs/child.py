@@ -76,11 +76,12 @@ def _die_with_parent(lifeline: int) -> None:
 
 def _serve(connection: Connection, memory: int) -> None:
     from muzerox.envs.registry import make_simulators
+    from muzerox.envs.simulators import closing
 
     batch = make_simulators(**pickle.loads(connection.recv_bytes()))
     connection.send_bytes(DONE)
     arrays: dict[str, np.ndarray] = {}
-    try:
+    with closing(batch.close):
         while True:
             request = connection.recv_bytes()
             shown = batch.reset() if request == RESET else batch.step(arrays["action"].copy())
@@ -98,8 +99,6 @@ def _serve(connection: Connection, memory: int) -> None:
                 elif hasattr(shown, name):
                     array[...] = getattr(shown, name)
             connection.send_bytes(reply)
-    finally:
-        batch.close()
 
 
 def main(control: int, memory: int, lifeline: int) -> None:

@@ -6,12 +6,16 @@ Nothing here imports JAX, so that a simulator's own process starts in a fraction
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
 from muzerox.errors import EnvironmentUnavailable, nearest_name
+
+log = logging.getLogger("muzerox.simulators")
 
 
 class Frames(NamedTuple):
@@ -35,6 +39,20 @@ class Simulators(NamedTuple):
     reset: Callable[[], Frames]
     step: Callable[[np.ndarray], Frames]
     close: Callable[[], None]
+
+
+@contextmanager
+def closing(close: Callable[[], None]) -> Iterator[None]:
+    """Calls ``close``, which is somebody else's code, after the block; what it raises does not replace what the block raised."""
+    try:
+        yield
+    except BaseException:
+        try:
+            close()
+        except (Exception, SystemExit):
+            log.warning("what failed could not be closed", exc_info=True)
+        raise
+    close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

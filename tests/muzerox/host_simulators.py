@@ -110,10 +110,35 @@ class Ordered(Counting):
                 continue  # another took it
             if order.startswith("raise"):
                 raise ValueError("the simulator broke")
+            if order.startswith("term"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                continue
             if order.startswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(100)
         return super().step(action)
+
+
+class Brittle(Counting):
+    """Notes who lives. The one that would make ``too_many`` cannot be made; closing fails, and a step by action 3."""
+
+    alive: list[Brittle] = []
+    too_many = 99
+
+    def __init__(self) -> None:
+        super().__init__()
+        if len(self.alive) + 1 >= self.too_many:
+            raise OSError("no licence for another")
+        self.alive.append(self)
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict]:
+        if action == 3:
+            raise ValueError("the simulator broke")
+        return super().step(action)
+
+    def close(self) -> None:
+        self.alive.remove(self)
+        raise RuntimeError("and cannot be closed")
 
 
 def _missing(**_: Any) -> gymnasium.Env:
@@ -134,4 +159,5 @@ _register("Hostile", Hostile)
 _register("HostileReset", Hostile, at_reset=1)
 _register("Stubborn", Hostile, stubborn=True)
 _register("Missing", _missing)
+_register("Brittle", Brittle)
 _register("Ordered", Ordered, length=7, ends="truncated")

@@ -15,11 +15,13 @@ import jax
 import numpy as np
 import pytest
 from host_play import draw, ends, make, play
+from host_simulators import Brittle
 from toys import counting_env
 
 from muzerox import info
 from muzerox.envs import auto_reset, check_host_env, env_ids, is_host, make_env, on_host, registry, unavailable
 from muzerox.envs.contract import ContractError
+from muzerox.envs.gymnasium import simulators
 from muzerox.errors import EnvironmentUnavailable
 from muzerox.types import EnvSpec, HostBatch, HostEnvironment, TimeStep
 
@@ -230,6 +232,28 @@ def test_how_observations_are_stored(kind: str) -> None:
     assert (spec.id, spec.observation_shape, spec.observation_dtype, spec.num_actions) == (env_id, shape, dtype, 3)
     assert spec.can_truncate
     np.testing.assert_array_equal(play(env_id, [0])[1].observation[0], np.array(second, dtype))
+
+
+@pytest.fixture
+def brittle(monkeypatch: pytest.MonkeyPatch) -> type[Brittle]:
+    monkeypatch.setattr(Brittle, "alive", [])
+    return Brittle
+
+
+def test_simulators_that_cannot_all_be_made_are_closed(brittle: type[Brittle], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(brittle, "too_many", 4)
+    with pytest.raises(OSError, match="no licence for another"):  # and not that those made before cannot be closed
+        simulators("host_simulators:Brittle-v0", 6, 0)
+    assert not brittle.alive
+
+
+def test_each_simulator_is_closed_though_another_cannot_be(brittle: type[Brittle]) -> None:
+    batch = simulators("host_simulators:Brittle-v0", 3, 0)
+    assert len(brittle.alive) == 3
+    with pytest.raises(RuntimeError, match="and cannot be closed"):
+        batch.close()
+    assert not brittle.alive
+    batch.close()  # it may be called twice
 
 
 def test_environments_of_the_host_are_told_apart() -> None:
