@@ -17,13 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muzerox.compilation import compiler_options
+from muzerox.compilation import compile_beside, compiler_options
+from muzerox.config import Config
+from muzerox.envs import in_process
+from muzerox.envs.simulators import closing
 from muzerox.errors import RunFailed, UserError
 from muzerox.opponents import Opponent, random_opponent
-from muzerox.types import Algorithm, Environment, HostEnvironment, Params, TimeStep
+from muzerox.types import Algorithm, Environment, HostBatch, HostEnvironment, Params, TimeStep
 
 MAX_EPISODE_STEPS = 27_000  # half an hour of Atari at 15 decisions a second; games without an end stop here
 HOST_BATCH = 64  # environments that play an evaluation on the host at a time
+
+
+class Stopped(Exception):
+    """An evaluation was asked to stop, and has no result."""
 
 
 class Episodes(NamedTuple):
@@ -116,8 +123,8 @@ def make_host_episodes(
     opponent: Opponent = random_opponent,
     max_steps: int = MAX_EPISODE_STEPS,
     num_envs: int = HOST_BATCH,
-) -> Callable[[jax.Array | int, Params], Episodes]:
-    """``play(key or seed, params) -> Episodes`` of NumPy arrays, over environments that run on the host.
+) -> Callable[..., Episodes]:
+    """``play(key or seed, params, stopped) -> Episodes`` of NumPy arrays, over environments that run on the host.
 
     They are those of ``env.make_evaluation`` where it has one: whole games by their true score. Rounds of at most ``num_envs``
     of them are played to the end, and the first episode of each counts, so that short ones are not counted more often.
@@ -129,6 +136,7 @@ def make_host_episodes(
 
     Raises:
       RunFailed: from ``play``, when an environment raises an exception or its process dies.
+      Stopped: from ``play``, as soon as ``stopped()`` holds; it is asked before every step. By default it never does.
     """
     spec, size = env.spec, min(episodes, num_envs)
     make = env.make_evaluation or env.make
@@ -141,13 +149,13 @@ def make_host_episodes(
             return action
         return jnp.where(t % 2 == seat, action, opponent(key_opponent, observation, legal))
 
-    def play(key: jax.Array | int, params: Params) -> Episodes:
+    def play(key: jax.Array | int, params: Params, stopped: Callable[[], bool] = lambda: False) -> Episodes:
         key_envs, key_play = jax.random.split(jax.random.key(int(key)) if isinstance(key, numbers.Integral) else key)
         seed = int(jax.random.randint(key_envs, (), 0, np.iinfo(np.int32).max))
         with _simulating():
             batch = make(size, seed)
         played = Episodes(np.zeros(episodes, np.float32), np.zeros(episodes, np.int32), np.zeros(episodes, np.bool_))
-        try:
+        with closing(lambda: _close(batch)):
             for first in range(0, episodes, size):
                 returns, lengths, finished = (x[first : first + size] for x in played)  # views: written through
                 seat = (first + np.arange(size, dtype=np.int32)) % 2
@@ -155,6 +163,8 @@ def make_host_episodes(
                 with _simulating():
                     timestep = batch.reset()
                 for t in range(max_steps):
+                    if stopped():
+                        raise Stopped
                     legal = timestep.legal if spec.has_legal or spec.num_players == 2 else None
                     action = np.asarray(choose(round_key, params, timestep.observation, legal, np.int32(t), seat))
                     with _simulating():
@@ -166,8 +176,6 @@ def make_host_episodes(
                     finished |= timestep.ended[counted]
                     if finished.all():
                         break
-        finally:
-            batch.close()
         return played
 
     return play
@@ -185,6 +193,11 @@ def _simulating() -> Iterator[None]:
         raise RunFailed(f"the environment failed in an evaluation: {what}") from error
 
 
+def _close(batch: HostBatch) -> None:
+    with _simulating():
+        batch.close()
+
+
 def summarise(env: Environment | HostEnvironment, episodes: Episodes) -> Evaluation:
     """Episodes to their summary, on the host."""
     returns, lengths, finished = (np.asarray(x) for x in episodes)
@@ -199,3 +212,46 @@ def summarise(env: Environment | HostEnvironment, episodes: Episodes) -> Evaluat
         draws=int((returns == 0).sum()) if two else None,
         losses=int((returns < 0).sum()) if two else None,
     )
+
+
+def solved(config: Config, evaluation: Evaluation | None) -> bool:
+    """Whether it reached ``train.target_return``."""
+    target = config.train.target_return
+    return target is not None and evaluation is not None and evaluation.mean_return >= target
+
+
+def make_evaluate(
+    config: Config, env: Environment | HostEnvironment, algorithm: Algorithm
+) -> Callable[[int, Params, Callable[[], bool]], Evaluation]:
+    """``evaluate(updates, params, stopped)`` of a training, compiled in a thread.
+
+    The best of many evaluations is partly luck: one that reaches ``train.target_return`` is made again with fresh episodes, and
+    those alone count, as the first were chosen for what they returned.
+
+    Raises:
+      RunFailed, Stopped: from ``evaluate``, on the host; on the device a call is one program, which is not stopped.
+    """
+    device = jax.devices()[0]
+    root = jax.random.fold_in(jax.random.key(config.seed), 2)
+    if isinstance(env, HostEnvironment):
+        if config.runtime.step_in == "process":
+            make = functools.partial(in_process, config.env, timeout=config.runtime.step_timeout, evaluation=True)
+            env = env._replace(make_evaluation=make)
+        play_on_host = make_host_episodes(env, algorithm, config.train.eval_episodes)
+    else:
+        jitted = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes), compiler_options=compiler_options())
+        compiled = compile_beside(jitted, root, jax.eval_shape(algorithm.init, root))
+
+    def play(key: jax.Array, params: Params, stopped: Callable[[], bool]) -> Episodes:
+        return play_on_host(key, params, stopped) if isinstance(env, HostEnvironment) else compiled()(key, params)
+
+    def evaluate(updates: int, params: Params, stopped: Callable[[], bool]) -> Evaluation:
+        key, params = jax.random.fold_in(root, updates), jax.device_put(params, device)
+        evaluation = summarise(env, play(jax.random.fold_in(key, 0), params, stopped))
+        if not solved(config, evaluation):
+            return evaluation
+        if stopped():
+            raise Stopped
+        return summarise(env, play(jax.random.fold_in(key, 1), params, stopped))
+
+    return evaluate

@@ -79,7 +79,7 @@ def read_batch(config: Config, spec: EnvSpec, storage: Transition, start: Sample
     positions = jnp.arange(unroll + 1)
     reread = None
     if config.reanalyzed:
-        chosen = Sample(*(x[: config.reanalyzed] for x in start))
+        chosen = Sample(*(x[: config.reanalyzed] for x in start))  # of the whole ring: see replay.spread
         reread = replay.read((storage.observation, storage.legal), chosen, positions)
     batch = Batch(
         observation=replay.read(storage.observation, start, jnp.zeros(1, jnp.int32))[:, 0],
@@ -100,6 +100,7 @@ def reanalyze(key: jax.Array, algorithm: Algorithm, target_params: Params, batch
     """The batch with the policies of what :func:`read_batch` set apart searched again by the target network."""
     if reread is None:
         return batch
+    assert batch.policy is not None
     return batch.replace(policy=refresh_policy(key, algorithm, target_params, batch.policy, *reread))
 
 
@@ -156,7 +157,7 @@ def make_apply(config: Config, algorithm: Algorithm) -> Callable[[LearnerState, 
             "loss": jnp.mean(output.loss),
             "grad_norm": grad_norm,
             "loss_scale": scale,
-            "skipped": (~finite).astype(jnp.float32),
+            "skipped": (~finite).astype(jnp.int32),
         }
         return learner, Applied(output.priority, finite, metrics)
 

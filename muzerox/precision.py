@@ -18,6 +18,7 @@ from flax import struct
 from muzerox.config import PrecisionConfig
 
 _DOUBLINGS = 40  # of 1, to the largest loss scale
+_OVERFLOWS = 10  # in a row, under a scale that does not move: a batch may be out of range, so many of them are no accident
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,5 +101,5 @@ def adjust_loss_scale(config: PrecisionConfig, state: LossScale, finite: jax.Arr
 
 
 def overflows_in_a_row(config: PrecisionConfig) -> int:
-    """Updates in a row whose gradients may overflow and nothing is wrong: those that halve a dynamic loss scale to 1."""
-    return _DOUBLINGS if resolve(config).loss_scale == "dynamic" else 0
+    """Updates in a row whose gradients may overflow and nothing is wrong; with a dynamic loss scale, those that halve it to 1."""
+    return _DOUBLINGS if resolve(config).loss_scale == "dynamic" else _OVERFLOWS

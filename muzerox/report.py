@@ -85,7 +85,7 @@ class Reporter:
             "seconds": round(seconds, 3),
             "episodes": report.episodes,
             "num_simulations": self._simulations,
-            "skipped_updates": report.skipped_updates,
+            "skipped_updates": report.skips.total,
             **report.metrics,
             **{name: round(value, 6) for name, value in report.pipeline.items()},
         }

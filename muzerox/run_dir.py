@@ -116,6 +116,10 @@ class RunDir:
                 break
         return rows
 
+    def last_evaluated(self) -> int:
+        """Updates of the newest evaluation; 0 where there is none."""
+        return max((row["updates"] for row in self.metrics() if row.get("kind") == "evaluation"), default=0)
+
     def rewind_metrics(self, updates: int) -> None:
         """Drops rows after ``updates``: a resumed run writes them again."""
         kept = [json.dumps(row) for row in self.metrics() if row["updates"] <= updates]

@@ -270,7 +270,12 @@ class RuntimeConfig(Section):
         choices=("thread", "process"),
     )
     step_timeout: float = knob(
-        60.0, "sebulba: environments that take longer for a step have failed", unit="seconds", above=0.0, high=1e6
+        60.0,
+        "sebulba: environments that take longer for a step have failed: a worker's are replaced, an evaluation's end training. "
+        "With step_in = thread nothing watches an evaluation: a simulator that hangs there blocks the training for ever",
+        unit="seconds",
+        above=0.0,
+        high=1e6,
     )
     max_failures: int = knob(
         10,

@@ -20,11 +20,11 @@ import jax
 from muzerox import allocation, config_io, usage
 from muzerox.algorithms import make_algorithm
 from muzerox.checkpoint import Checkpoints
-from muzerox.compilation import compile_beside, compiler_options, enable_cache
+from muzerox.compilation import enable_cache
 from muzerox.config import RESUMABLE, Config
-from muzerox.envs import in_process, make_env
+from muzerox.envs import make_env
 from muzerox.errors import CheckpointError, ConfigError, RunFailed
-from muzerox.evaluate import HOST_BATCH, Episodes, Evaluation, make_episodes, make_host_episodes, summarise
+from muzerox.evaluate import HOST_BATCH, Evaluation, Stopped, make_evaluate, solved
 from muzerox.live import LiveKnobs
 from muzerox.precision import overflows_in_a_row, resolve
 from muzerox.report import Reporter, draw_return_curve
@@ -32,7 +32,7 @@ from muzerox.run_dir import RunDir, write_atomically
 from muzerox.runtimes import deepenings_by_updates, make_runtime, resolve_kind
 from muzerox.search import check_room
 from muzerox.timing import PhaseClock, PipelineTotals, seconds_since_process_start
-from muzerox.types import Environment, HostEnvironment, Params
+from muzerox.types import Environment, HostEnvironment, Params, Skips
 
 _REPORT_SECONDS = 0.5  # wall time of the dispatches between two reports
 
@@ -52,7 +52,7 @@ class TrainResult:
     seconds: float  # wall seconds of this process, imports and compilation included
     env_steps_per_second: float  # of this process, while acting and learning
     updates_per_second: float
-    first_update_seconds: float | None  # from process start to the first completed dispatch
+    first_update_seconds: float | None  # from process start to the first completed dispatch; absent when a signal came first
     phases: dict[str, float]  # wall seconds by phase
     peak_memory_gib: float | None = None  # that this process held, with those it had started; absent where nobody tells
     pipeline: dict[str, float] = dataclasses.field(default_factory=dict)  # under sebulba: waits, depths, staleness, failures
@@ -143,9 +143,9 @@ class _Session:
         return [simulations for first, simulations in self.deepenings if first <= updates][-1]
 
     @cached_property
-    def evaluate(self) -> Callable[[int, Params], Evaluation]:
-        """``evaluate(updates, params)``; its program starts to compile at the first access."""
-        return _make_evaluate(self.config, self.env, self.algorithm)
+    def evaluate(self) -> Callable[[int, Params, Callable[[], bool]], Evaluation]:
+        """See ``make_evaluate``; its program starts to compile at the first access."""
+        return make_evaluate(self.config, self.env, self.algorithm)
 
     def go(self, *, quiet: bool, changed: bool = False) -> TrainResult:
         """Restores or initialises, then trains to the end. ``changed``: the configuration on disk is to be replaced."""
@@ -185,6 +185,13 @@ class _Session:
             earliest += 1
         return earliest
 
+    def _first_evaluation(self, env_steps: int, updates: int) -> int:
+        """The first evaluation due, counted so too: one that was due before and that a stop or a failure left out is owed."""
+        following = self._next_evaluation(env_steps // self.config.train.eval_period + 1, updates)
+        before = self.runtime.updates_at((following - 1) * self.config.train.eval_period)
+        owed = following > 1 and before > self.run.last_evaluated()
+        return following - 1 if owed else following
+
     def _deepen(self, state: Any, updates: int, reporter: Reporter) -> Any:
         """The state, in another runtime that makes more simulations: as if it had been saved, and restored."""
         with self.clock.phase("build"):
@@ -202,13 +209,24 @@ class _Session:
         reporter.say(f"from now on: {config.runtime.loop_count} updates a dispatch, {config.allocation.cores or 'all'} cores")
         return config.runtime.loop_count
 
-    def _save(self, state: Any, updates: int, checkpoints: Checkpoints, reporter: Reporter) -> None:
-        """Has this state on the disk, unless it is there already."""
+    def _save(self, state: Any, checkpoints: Checkpoints, reporter: Reporter, *, least: int = 0) -> None:
+        """Has what was learnt on the disk, unless it is there already or is less than so many updates."""
         with self.clock.phase("checkpoint"):
-            if checkpoints.latest() != updates:
-                checkpoints.save(updates, self.runtime.snapshot(state), state.learner.params)
+            state = self.runtime.snapshot(state)
+            updates = int(state.learner.updates)
+            if updates >= least and checkpoints.latest() != updates:
+                checkpoints.save(updates, state, state.learner.params)
             for step in checkpoints.finished(wait=True):
                 reporter.saved(step, self.clock.total)
+
+    @contextmanager
+    def _keeping(self, state: Any, checkpoints: Checkpoints, reporter: Reporter, *, least: int) -> Iterator[None]:
+        """Saves what was learnt, at least so many updates, when a simulator ends the training: it is worth no less."""
+        try:
+            yield
+        except RunFailed:
+            self._save(state, checkpoints, reporter, least=least)
+            raise
 
     def _loop(
         self, state: Any, updates: int, start: int, checkpoints: Checkpoints, reporter: Reporter, stopped: Callable[[], bool]
@@ -217,9 +235,10 @@ class _Session:
         env_steps, first_seconds = start, None
         compiled, timed_steps, timed_updates = False, 0, 0  # timed: what dispatches made that did not compile
         evaluation: Evaluation | None = None
-        finished, skipped = False, 0  # updates in a row that were skipped
+        finished, skips = False, Skips()
+        keeping = functools.partial(self._keeping, checkpoints=checkpoints, reporter=reporter, least=updates + 1)
         last = self.runtime.updates_at(train.max_env_steps)
-        next_evaluation = self._next_evaluation(start // train.eval_period + 1, updates)
+        next_evaluation = self._first_evaluation(start, updates)
         saved_at, seconds_an_update = time.perf_counter(), math.inf
         totals = PipelineTotals()
         loop_count = self.config.runtime.loop_count
@@ -239,35 +258,35 @@ class _Session:
             due = min(evaluation_due, deepening_due, last) - updates
             portion = max(1, min(due, math.floor(_REPORT_SECONDS / seconds_an_update)))
             n, count = (portion // loop_count, loop_count) if portion >= loop_count else (1, portion)
-            done = updates >= last  # only when a finished run was resumed
-            if not done:
+            if due > 0:  # not so when a run is resumed that had finished, or that owes an evaluation
                 before = time.perf_counter()
-                with clock.phase("train" if compiled else "first dispatch"):
+                with clock.phase("train" if compiled else "first dispatch"), keeping(state):
                     state, report = self.runtime.run(state, n, count)
                 made = report.updates - updates  # none when a signal came first
                 if compiled:
                     seconds_an_update = (time.perf_counter() - before) / (n * count)
                     timed_steps, timed_updates = timed_steps + report.env_steps - env_steps, timed_updates + made
-                else:
+                elif made:
                     compiled, first_seconds = True, first_seconds or seconds_since_process_start()
                     _ = self.evaluate  # compiles beside training from now on: earlier it would have taken a core from it
                 env_steps, updates = report.env_steps, report.updates
                 totals.add(report.pipeline)
                 if made:
                     reporter.training(report, clock.total, timed_steps, clock.seconds.get("train", 0.0))
-                skipped = 0 if report.metrics else skipped + report.skipped_updates
-                _check_progress(self.config, skipped)
-                done = updates >= last
+                skips = skips.then(report.skips)
+                _check_progress(self.config, skips.longest)
+            done = updates >= last
             if done or updates >= evaluation_due:
+                if stopped():
+                    break  # the evaluation is owed: the run makes it when it is resumed
                 try:
-                    with clock.phase("evaluate"):
-                        evaluation = self.evaluate(updates, state.learner.params)
-                except RunFailed:  # of a simulator: what was learnt is worth no less
-                    self._save(state, updates, checkpoints, reporter)
-                    raise
+                    with clock.phase("evaluate"), keeping(state):
+                        evaluation = self.evaluate(updates, state.learner.params, stopped)
+                except Stopped:
+                    break
                 next_evaluation = self._next_evaluation(next_evaluation + 1, updates)
                 reporter.evaluation(env_steps, updates, clock.total, evaluation.to_dict())
-                done = done or _solved(self.config, evaluation)
+                done = done or solved(self.config, evaluation)
             if done:
                 finished = True
                 break
@@ -278,11 +297,11 @@ class _Session:
                 for step in checkpoints.finished():
                     reporter.saved(step, clock.total)
 
-        self._save(state, updates, checkpoints, reporter)
+        self._save(state, checkpoints, reporter)
         trained = clock.seconds.get("train", 0.0)
         result = TrainResult(
             out=str(self.run.path),
-            solved=finished and _solved(self.config, evaluation),
+            solved=finished and solved(self.config, evaluation),
             finished=finished,
             env_steps=env_steps,
             updates=updates,
@@ -303,34 +322,6 @@ class _Session:
         return result
 
 
-def _make_evaluate(config: Config, env: Environment | HostEnvironment, algorithm: Any) -> Callable[[int, Params], Evaluation]:
-    """``evaluate(updates, params)``, compiled in a thread.
-
-    The best of many evaluations is partly luck: one that reaches ``train.target_return`` is made again with fresh episodes, and
-    those alone count, as the first were chosen for what they returned.
-    """
-    device = jax.devices()[0]
-    root = jax.random.fold_in(jax.random.key(config.seed), 2)
-    if isinstance(env, HostEnvironment):
-        if config.runtime.step_in == "process":
-            make = functools.partial(in_process, config.env, timeout=config.runtime.step_timeout, evaluation=True)
-            env = env._replace(make_evaluation=make)
-        on_host = make_host_episodes(env, algorithm, config.train.eval_episodes)
-        compiled: Callable[[], Callable[..., Episodes]] = lambda: on_host  # noqa: E731
-    else:
-        play = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes), compiler_options=compiler_options())
-        compiled = compile_beside(play, root, jax.eval_shape(algorithm.init, root))
-
-    def evaluate(updates: int, params: Params) -> Evaluation:
-        key, params = jax.random.fold_in(root, updates), jax.device_put(params, device)
-        evaluation = summarise(env, compiled()(jax.random.fold_in(key, 0), params))
-        if not _solved(config, evaluation):
-            return evaluation
-        return summarise(env, compiled()(jax.random.fold_in(key, 1), params))
-
-    return evaluate
-
-
 def _check_searches(config: Config, env: Environment | HostEnvironment) -> None:
     """Raises ConfigError when a search of this training would be too large, which some find out long after its start."""
     train = config.train
@@ -340,17 +331,14 @@ def _check_searches(config: Config, env: Environment | HostEnvironment) -> None:
             check_room(config.search, roots, env.spec.num_actions)
 
 
-def _solved(config: Config, evaluation: Evaluation | None) -> bool:
-    target = config.train.target_return
-    return target is not None and evaluation is not None and evaluation.mean_return >= target
-
-
 def _check_progress(config: Config, skipped: int) -> None:
-    """Raises RunFailed when more updates in a row were skipped than a loss scale takes to be found."""
+    """Raises RunFailed when more updates in a row were skipped than can be when nothing is wrong."""
     if skipped > overflows_in_a_row(config.precision):
+        static = resolve(config.precision).loss_scale == "static"
+        scale = "precision.initial_loss_scale (or set precision.loss_scale = dynamic), " if static else ""
         raise RunFailed(
-            f"training diverged: not one of the last {skipped} updates had finite gradients; "
-            "lower train.learning_rate, or raise precision.level's range with O1 or O0"
+            f"training diverged: not one of {skipped} updates in a row had finite gradients; "
+            f"lower {scale}train.learning_rate, or raise precision.level's range with O1 or O0"
         )
 
 

@@ -120,10 +120,10 @@ class Batch(struct.PyTreeNode):
     observation: jax.Array  # [B, ...]
     action: jax.Array  # [B, K] int32
     reward: jax.Array  # [B, K] float32, zero in absorbing states
-    policy: jax.Array  # [B, K+1, A] float32
+    policy: jax.Array | None  # [B, K+1, A] float32; absent once targets are made from it
     partial_return: jax.Array  # [B, K+1] float32, discounted rewards up to the bootstrap
     bootstrap_weight: jax.Array  # [B, K+1] float32, signed discount of the bootstrap value; 0 after termination
-    bootstrap_observation: jax.Array  # [B, K+1, ...]
+    bootstrap_observation: jax.Array | None  # [B, K+1, ...]; absent once targets are made from it
     absorbing: jax.Array  # [B, K+1] bool, the episode terminated before this position
     unknown: jax.Array  # [B, K+1] bool, the episode was truncated before this position: nothing to learn
     importance: jax.Array  # [B] float32, importance weights, largest 1
@@ -165,6 +165,39 @@ class Algorithm(NamedTuple):
     loss: Callable[[Params, Batch, Targets], LossOutput]
 
 
+class Skips(struct.PyTreeNode):
+    """Of updates that follow one another, those left out because a gradient was not finite.
+
+    Numbers on the host or [] int32 in a compiled program; :meth:`then` is plain arithmetic, the same in both. Runs are counted
+    across the borders of dispatches, so that it makes no difference how updates are portioned out.
+    """
+
+    updates: Any = 0
+    total: Any = 0
+    first: Any = 0  # left out in a row at the beginning
+    last: Any = 0  # and at the end
+    longest: Any = 0  # and anywhere
+
+    @staticmethod
+    def of(skipped: Any) -> Skips:
+        """Of one update; ``skipped`` is 1 or 0."""
+        return Skips(updates=1, total=skipped, first=skipped, last=skipped, longest=skipped)
+
+    def then(self, following: Skips) -> Skips:
+        """These updates and the following ones."""
+        return Skips(
+            updates=self.updates + following.updates,
+            total=self.total + following.total,
+            first=self.first + (self.first == self.updates) * following.first,
+            last=following.last + (following.last == following.updates) * self.last,
+            longest=_larger(_larger(self.longest, following.longest), self.last + following.first),
+        )
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return a + (b > a) * (b - a)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """What a call of ``Runtime.run`` did, on the host."""
@@ -174,7 +207,7 @@ class Report:
     episodes: int  # episodes that ended during this call
     mean_return: float | None  # of those episodes; absent when none ended
     mean_length: float | None  # steps
-    skipped_updates: int  # updates of this call left out because a gradient was not finite
+    skips: Skips  # updates of this call that were left out
     metrics: dict[str, float]  # means over the updates of this call
     pipeline: dict[str, float] = dataclasses.field(default_factory=dict)  # of a runtime with threads: waits, depths, staleness
 
@@ -200,7 +233,8 @@ class Runtime(NamedTuple):
     ``draw(state, key, count, gather)`` is ``gather(storage, Sample)``, jitted, of so many sequences drawn from the replay as the
     learner draws them; ``state`` is one that ``run`` has returned, and stays as it is.
 
-    ``snapshot(state) -> state`` is what a checkpoint saves. ``interrupt()``, which a signal handler may call, has ``run`` return
+    ``snapshot(state) -> state`` is what a checkpoint saves; where ``run`` has raised RunFailed, what was learnt by then, although
+    ``state`` was donated. ``interrupt()``, which a signal handler may call, has ``run`` return
     early from now on; ``close()`` ends threads and environments.
     """
 

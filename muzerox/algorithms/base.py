@@ -75,6 +75,7 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
         return scalar_value(model.predict(params, model.represent(params, observation))[1])
 
     def targets(params: Params, batch: Batch) -> Targets:
+        assert batch.bootstrap_observation is not None
         positions = batch.bootstrap_weight.shape
         flat = batch.bootstrap_observation.reshape((-1, *batch.bootstrap_observation.shape[2:]))
         bootstrap = value(params, flat).reshape(positions)

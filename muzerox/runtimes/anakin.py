@@ -24,7 +24,7 @@ from muzerox.learner import LearnerState, init_learner, make_update
 from muzerox.replay import ReplayState
 from muzerox.runtimes import placement
 from muzerox.selfplay import ActorState, EpisodeStats, init_actors, make_act
-from muzerox.types import Algorithm, Environment, Metrics, Report, Runtime
+from muzerox.types import Algorithm, Environment, Metrics, Report, Runtime, Skips
 
 
 class RunState(struct.PyTreeNode):
@@ -113,11 +113,11 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
         credit = jnp.where(is_first, 0, state.credit % cost)
         return state.replace(actors=actors, replay=ring, rows=rows, credit=credit), stats
 
-    def dispatch(state: RunState, count: jax.Array) -> tuple[RunState, EpisodeStats, Metrics, jax.Array]:
-        """``count`` updates, their metrics summed over those that were finite, and the number skipped."""
+    def dispatch(state: RunState, count: jax.Array) -> tuple[RunState, EpisodeStats, Metrics, Skips]:
+        """``count`` updates, their metrics summed over those that were finite, and those skipped."""
 
         def iteration(_: jax.Array, carry: tuple) -> tuple:
-            state, stats, sums, skipped = carry
+            state, stats, sums, skips = carry
             state, stats = play(state, stats)
             key = jax.random.fold_in(jax.random.fold_in(state.key, 1), state.learner.updates)
             learner, ring, metrics = update(key, state.learner, state.replay)
@@ -125,11 +125,12 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
             # A skipped update has no loss worth averaging.
             sums = jax.tree.map(lambda total, x: total + jnp.where(skip > 0, 0.0, x), sums, metrics)
             state = state.replace(learner=learner, replay=ring, credit=state.credit + earned)
-            return state, stats, sums, skipped + skip
+            return state, stats, sums, skips.then(Skips.of(skip))
 
         metrics = jax.eval_shape(update, state.key, state.learner, state.replay)[2]
         zeros = {name: jnp.float32(0.0) for name in metrics if name != "skipped"}
-        return jax.lax.fori_loop(0, count, iteration, (state, EpisodeStats.zero(), zeros, jnp.float32(0.0)))
+        none = jax.tree.map(jnp.int32, Skips())
+        return jax.lax.fori_loop(0, count, iteration, (state, EpisodeStats.zero(), zeros, none))
 
     example = jax.eval_shape(init, jax.random.key(0))
     on_host = config.replay.placement == "host" or mesh.devices.flat[0].platform == "cpu"
@@ -156,11 +157,11 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     def run(state: RunState, n: int, loop_count: int = config.runtime.loop_count) -> tuple[RunState, Report]:
         state = jax.device_put(state, shardings)  # moves nothing unless the state was just restored
         count = np.int32(loop_count)
-        outputs: list[tuple[EpisodeStats, Metrics, jax.Array]] = []
+        outputs: list[tuple[EpisodeStats, Metrics, Skips]] = []
         for _ in range(n):
             state, *output = compiled()(state, count)
             outputs.append(tuple(output))
-        return state, _report(num_envs, n * loop_count, state, jax.device_get(outputs))
+        return state, _report(num_envs, state, jax.device_get(outputs))
 
     def draw(state: RunState, key: jax.Array, count: int, gather: Callable[..., Any]) -> Any:
         def drawn(key: jax.Array, ring: ReplayState) -> Any:
@@ -171,16 +172,16 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     return Runtime(jit_init, run, functools.partial(updates_at, config), jit_prefill, draw)
 
 
-def _report(num_envs: int, made: int, state: RunState, outputs: list[Any]) -> Report:
+def _report(num_envs: int, state: RunState, outputs: list[Any]) -> Report:
     episodes = sum(int(stats.count) for stats, _, _ in outputs)
-    skipped = sum(int(skipped) for _, _, skipped in outputs)
-    finite = made - skipped
+    skips = functools.reduce(Skips.then, (jax.tree.map(int, skips) for _, _, skips in outputs), Skips())
+    finite = skips.updates - skips.total
     return Report(
         env_steps=int(state.rows) * num_envs,
         updates=int(state.learner.updates),
         episodes=episodes,
         mean_return=sum(float(stats.return_sum) for stats, _, _ in outputs) / episodes if episodes else None,
         mean_length=sum(int(stats.length_sum) for stats, _, _ in outputs) / episodes if episodes else None,
-        skipped_updates=skipped,
+        skips=skips,
         metrics={name: sum(float(sums[name]) for _, sums, _ in outputs) / finite for name in outputs[0][1]} if finite else {},
     )

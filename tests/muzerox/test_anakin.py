@@ -18,7 +18,7 @@ from muzerox.algorithms import make_algorithm
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.runtimes import anakin
-from muzerox.types import Algorithm, Batch, Decision, LossOutput, Params, Report, Runtime, Targets
+from muzerox.types import Algorithm, Batch, Decision, LossOutput, Params, Report, Runtime, Skips, Targets
 
 
 def idle_algorithm(config: Config) -> Algorithm:
@@ -176,7 +176,7 @@ def test_rows_that_stand_in_for_the_first_change_no_pace(placement: str) -> None
     for report in played:
         state, timed = runtime.run(state, 1)
         assert (timed.env_steps, timed.updates) == (report.env_steps, report.updates)
-        assert timed.skipped_updates == 0
+        assert timed.skips.total == 0
         assert np.isfinite(timed.metrics["loss"])
 
 
@@ -208,7 +208,7 @@ def test_puct_trains() -> None:
     before = jax.device_get(state.learner.params)
     state, report = runtime.run(state, 4)
     assert report.updates == 8
-    assert report.skipped_updates == 0
+    assert report.skips.total == 0
     assert report.episodes > 0
     assert all(np.isfinite(value) for value in report.metrics.values())
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), before, jax.device_get(state.learner.params))
@@ -228,6 +228,13 @@ def test_skipped_updates_are_counted_and_their_losses_left_out() -> None:
     runtime = anakin.build(config, counting_env(), algorithm._replace(loss=loss))
     state, report = runtime.run(runtime.init(jax.random.key(0)), 10)
     assert report.updates == 20
-    assert 2 <= report.skipped_updates < 20
-    assert float(state.learner.loss_scale.scale) == 2.0 ** (30 - report.skipped_updates)
+    assert 2 <= report.skips.total < 20
+    assert report.skips == Skips(20, report.skips.total, report.skips.total, 0, report.skips.total)
+    assert float(state.learner.loss_scale.scale) == 2.0 ** (30 - report.skips.total)
     assert all(np.isfinite(value) for value in report.metrics.values())
+
+    state, skips = runtime.init(jax.random.key(0)), Skips()
+    for n, count in ((1, 1), (3, 2), (1, 5), (2, 4)):  # however they are portioned out
+        state, part = runtime.run(state, n, count)
+        skips = skips.then(part.skips)
+    assert skips == report.skips

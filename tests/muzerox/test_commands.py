@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import muzerox
-from muzerox import config_io, training
+from muzerox import config_io, evaluate, training
 from muzerox.cli import main, make_config
 from muzerox.commands import make_parser
 from muzerox.config import Config, paths
@@ -173,7 +173,7 @@ def test_an_evaluation_that_reaches_the_target_is_confirmed(
         seen.append(summarise(*args))
         return seen[-1]
 
-    monkeypatch.setattr(training, "summarise", watch)
+    monkeypatch.setattr(evaluate, "summarise", watch)
     options = [*tiny_options, "--set", "train.target_return=1", "--set", "train.eval_period=100", "--json"]
     assert main(["train", "--out", str(tmp_path / "run"), *options]) == 0
     found = one_object(capsys.readouterr().out)

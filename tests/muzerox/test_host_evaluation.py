@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_play import make
+from host_simulators import Brittle
 from tiny_runs import TINY
 from toys import counting_env
 
-from muzerox import Config, training
+from muzerox import Config, evaluate, training
 from muzerox.envs import in_process, make_env, on_host
+from muzerox.envs.gymnasium import simulators
+from muzerox.envs.host import host_environment
 from muzerox.errors import RunFailed
-from muzerox.evaluate import Episodes, make_episodes, make_host_episodes, summarise
+from muzerox.evaluate import Episodes, Stopped, make_episodes, make_host_episodes, summarise
+from muzerox.report import Reporter
 from muzerox.run_dir import RunDir
-from muzerox.types import Algorithm, Decision, HostBatch, HostEnvironment, Params
+from muzerox.runtimes import make_runtime
+from muzerox.types import Algorithm, Decision, HostBatch, HostEnvironment, Params, Report, Runtime
 
 LOTTERY = "gymnasium:host_simulators:Lottery-v0"
 
@@ -145,6 +151,32 @@ def test_closes_what_fails() -> None:
     assert log[-1] == "close"
 
 
+@pytest.mark.parametrize(("offset", "said"), [(2, "ValueError: the simulator broke"), (0, "RuntimeError: and cannot be closed")])
+def test_what_cannot_be_closed_is_a_failure_and_hides_none(offset: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Brittle, "alive", [])
+    spec = make("gymnasium:host_simulators:Counting-v0").spec
+    env = host_environment(spec, lambda num_envs, seed: simulators("host_simulators:Brittle-v0", num_envs, seed))
+    with pytest.raises(RunFailed, match=f"^the environment failed in an evaluation: {said}$"):
+        make_host_episodes(env, player(), 2)(0, {"offset": jnp.int32(offset)})
+    assert not Brittle.alive
+
+
+def test_stops_at_the_next_step_when_asked() -> None:
+    log: list[str] = []
+    play = make_host_episodes(watched(make(LOTTERY), log), player(), 200, num_envs=16)
+    asked = 0
+
+    def stopped() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 20
+
+    with pytest.raises(Stopped):
+        play(0, PARAMS, stopped)
+    assert asked == 20
+    assert log[-1] == "close"
+
+
 def test_simulators_in_their_own_process() -> None:
     here = make("gymnasium:CartPole-v1")
     there = here._replace(make=functools.partial(in_process, "gymnasium:CartPole-v1", timeout=20.0))
@@ -153,19 +185,15 @@ def test_simulators_in_their_own_process() -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("step_in", "order", "said"),
-    [("process", "kill", "its process was ended by signal SIGKILL during step"), ("thread", "raise", "the simulator broke")],
-)
-def test_a_training_whose_evaluation_fails_is_saved(
-    step_in: str, order: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its end, when self-play has nothing left to do and leaves the order to the evaluation's environments."""
-    changes = {**TINY, "replay.capacity": 1024, "train.eval_period": 100_000, "runtime.step_in": step_in}
-    config, run = Config.preset("gymnasium:host_simulators:Ordered-v0").replace(changes), RunDir(tmp_path / "run")
-    folder, orders = tmp_path / "orders", [order]
+def ordered_config(**changes: Any) -> Config:
+    return Config.preset("gymnasium:host_simulators:Ordered-v0").replace({**TINY, "replay.capacity": 1024, **changes})
+
+
+def order_in_evaluation(order: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first evaluation begins with an order in the folder, which its environments find before those of self-play."""
     folder.mkdir()
     monkeypatch.setenv("ORDERS", str(folder))
+    orders = [order]
 
     def give_orders(*args: Any) -> Any:
         play = make_host_episodes(*args)
@@ -177,7 +205,101 @@ def test_a_training_whose_evaluation_fails_is_saved(
 
         return ordered
 
-    monkeypatch.setattr(training, "make_host_episodes", give_orders)
+    monkeypatch.setattr(evaluate, "make_host_episodes", give_orders)
+
+
+def evaluated_at(run: RunDir) -> list[int]:
+    return [row["updates"] for row in run.metrics() if row["kind"] == "evaluation"]
+
+
+@pytest.mark.parametrize("due", [256, 512])  # half-way, and at the end
+def test_an_evaluation_that_a_signal_stops_is_owed(due: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, run = ordered_config(**{"train.eval_period": due}), RunDir(tmp_path / "run")
+    order_in_evaluation("term", tmp_path / "orders", monkeypatch)
+    first = training.train(config, run.path, quiet=True)
+    assert (first.finished, first.mean_return, evaluated_at(run)) == (False, None, [])
+    assert run.last_saved() == first.updates
+    second = training.resume(run.path, quiet=True)
+    assert second.finished
+    assert evaluated_at(run) == sorted({first.updates, second.updates})
+    whole = RunDir(tmp_path / "whole")
+    training.train(config, whole.path, quiet=True)
+    assert evaluated_at(run) == evaluated_at(whole)
+
+
+def test_no_evaluation_begins_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the updates are made after which the first evaluation is due; on the device, where none can be stopped."""
+    config, run = Config.preset("gymnax:CartPole-v1").replace({**TINY, "train.eval_period": 256}), RunDir(tmp_path / "run")
+
+    def make_signalled(*args: Any) -> Runtime:
+        runtime = make_runtime(*args)
+
+        def run_on(state: Any, n: int, loop_count: int) -> Any:
+            state, report = runtime.run(state, n, loop_count)
+            if report.updates == runtime.updates_at(256):
+                signal.raise_signal(signal.SIGTERM)
+            return state, report
+
+        return runtime._replace(run=run_on)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "make_runtime", make_signalled)
+        first = training.train(config, run.path, quiet=True)
+    assert (first.finished, evaluated_at(run)) == (False, [])
+    second = training.resume(run.path, quiet=True)
+    assert evaluated_at(run) == [first.updates, second.updates]
+
+
+def test_a_signal_before_the_first_update_tells_no_time_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the rows are played that the first update waits for."""
+    config, run = ordered_config(**{"replay.min_size": 1024, "train.max_env_steps": 4096}), RunDir(tmp_path / "run")
+    (tmp_path / "orders").mkdir()
+    (tmp_path / "orders" / "term").touch()
+    monkeypatch.setenv("ORDERS", str(tmp_path / "orders"))
+    result = training.train(config, run.path, quiet=True)
+    assert (result.updates, result.finished, result.first_update_seconds) == (0, False, None)
+
+
+def test_what_was_learnt_before_simulators_fail_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the next checkpoint is due."""
+    changes = {"train.checkpoint_period": 1e6, "train.max_env_steps": 100_000, "runtime.max_failures": 2}
+    config, run, folder = ordered_config(**changes), RunDir(tmp_path / "run"), tmp_path / "orders"
+    folder.mkdir()
+    monkeypatch.setenv("ORDERS", str(folder))
+    made: list[int] = []
+    watch = Reporter.training
+
+    def order_once_learnt(reporter: Reporter, report: Report, *args: Any) -> None:
+        watch(reporter, report, *args)
+        made.append(report.updates)
+        if report.updates >= 40:
+            for number in range(20):
+                (folder / f"raise-{number}").touch()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Reporter, "training", order_once_learnt)
+        with pytest.raises(RunFailed, match=r"^selfplay \d failed 2 times in a row; the last: ValueError: the simulator broke$"):
+            training.train(config, run.path, quiet=True)
+    saved = run.last_saved()
+    assert saved >= made[-1] >= 40
+    for left in folder.iterdir():
+        left.unlink()
+    more = training.resume(run.path, changes={"train.max_env_steps": 2048}, quiet=True)
+    assert more.finished
+    assert more.updates >= saved
+    assert next(row["updates"] for row in run.metrics() if row["kind"] == "saved") == saved
+
+
+@pytest.mark.parametrize(
+    ("step_in", "order", "said"),
+    [("process", "kill", "its process was ended by signal SIGKILL during step"), ("thread", "raise", "the simulator broke")],
+)
+def test_a_training_whose_evaluation_fails_is_saved(
+    step_in: str, order: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end, when self-play has nothing left to do and leaves the order to the evaluation's environments."""
+    config, run = ordered_config(**{"train.eval_period": 100_000, "runtime.step_in": step_in}), RunDir(tmp_path / "run")
+    order_in_evaluation(order, tmp_path / "orders", monkeypatch)
     with pytest.raises(RunFailed, match=f"^the environment failed in an evaluation: .*{said}$"):
         training.train(config, run.path, quiet=True)
     assert run.last_saved() == max(row["updates"] for row in run.metrics() if row["kind"] == "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections import Counter
@@ -25,7 +26,8 @@ from muzerox.errors import RunFailed
 from muzerox.learner import LearnerState, init_learner, make_batch, make_update
 from muzerox.precision import POLICIES, LossScale, adjust_loss_scale, cast, make_loss_scale, pack, resolve, unpack
 from muzerox.replay import ReplayState, Sample
-from muzerox.types import Algorithm, Transition
+from muzerox.training import _check_progress
+from muzerox.types import Algorithm, Skips, Transition
 
 LEVELS = [("O0", "float32"), ("O1", "bfloat16"), ("O1_float16", "float16"), ("O2", "bfloat16")]
 HLO = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -228,8 +230,29 @@ def test_a_run_finds_its_loss_scale_and_ends_when_there_is_none(tmp_path: Path) 
     assert rows[0]["skipped_updates"]
     assert "loss_scale" not in rows[0]
     assert 1.0 <= scales[-1] < 2.0**30
-    with pytest.raises(RunFailed, match=r"not one of the last \d+ updates had finite gradients"):
+    said = r"not one of \d+ updates in a row had finite gradients; lower precision\.initial_loss_scale \(or set precision\."
+    with pytest.raises(RunFailed, match=said):
         train(config.replace({"precision.loss_scale": "static"}), tmp_path / "static", quiet=True)
+
+
+@pytest.mark.parametrize(("level", "most"), [("O0", 10), ("O1", 10), ("O1_float16", 40)])
+def test_so_many_skipped_in_a_row_end_a_training_and_no_fewer(level: str, most: int) -> None:
+    """One batch out of range ends nothing, whatever the portion it came in."""
+    config = small_config(precision__level=level)
+    for skipped in (0, 1, most):
+        _check_progress(config, skipped)
+    said = rf"not one of {most + 1} updates in a row had finite gradients; lower train\.learning_rate"
+    with pytest.raises(RunFailed, match=said):
+        _check_progress(config, most + 1)
+
+
+@given(skipped=st.lists(st.booleans(), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=6))
+def test_skips_in_a_row_are_the_same_for_any_portion(skipped: list[bool], cuts: list[int]) -> None:
+    bounds = [0, *sorted(min(cut, len(skipped)) for cut in cuts), len(skipped)]
+    portions = [skipped[a:b] for a, b in itertools.pairwise(bounds)]
+    found = functools.reduce(Skips.then, (functools.reduce(Skips.then, map(Skips.of, map(int, x)), Skips()) for x in portions))
+    runs = [len(run) for run in "".join(" x"[x] for x in skipped).split()]
+    assert (found.updates, found.total, found.longest) == (len(skipped), sum(skipped), max(runs, default=0))
 
 
 def test_a_batch_out_of_range_skips_the_update_without_a_scale() -> None:

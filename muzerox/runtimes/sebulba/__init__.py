@@ -112,14 +112,14 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
         atexit.register(pipeline.close)  # threads inside compiled programs must not outlive the interpreter
         return pipeline
 
+    def learner_of(pipeline: Pipeline) -> LearnerState:
+        """On JAX's devices, which those who evaluate and save use."""
+        return jax.device_put(pipeline.learner, jax.devices()[0]) if placement.is_own(learning[0]) else pipeline.learner
+
     def run(state: RunState, n: int, loop_count: int = config.runtime.loop_count) -> tuple[RunState, Report]:
         pipeline = adopt(state) if state.replay is not None else running[0]
         report = pipeline.learn(n * loop_count)
-        learner = pipeline.learner
-        if placement.is_own(learning[0]):  # those who evaluate and save use JAX's devices
-            learner = jax.device_put(learner, jax.devices()[0])
-        state = state.replace(learner=learner, replay=None, steps=jnp.int32(report.env_steps))
-        return state, report
+        return state.replace(learner=learner_of(pipeline), replay=None, steps=jnp.int32(report.env_steps)), report
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=ONCE)
     def prefill(state: RunState) -> RunState:
@@ -138,10 +138,11 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
         return shared.read(shared.sample(np.random.default_rng(np.array(jax.random.key_data(key))), count), jax.jit(gather))[1]
 
     def snapshot(state: RunState) -> RunState:
-        if state.replay is not None:
+        if not running:
             return state
-        replay = running[0].ring.snapshot()
-        return state.replace(replay=replay, steps=jnp.int32(int(replay.count.sum()) * config.runtime.num_envs))
+        replay = running[0].ring.snapshot()  # whatever the state holds: where run has failed it was donated
+        steps = jnp.int32(int(replay.count.sum()) * config.runtime.num_envs)
+        return state.replace(learner=learner_of(running[0]), replay=replay, steps=steps)
 
     def interrupt() -> None:
         nonlocal interrupted

@@ -24,7 +24,7 @@ from muzerox.runtimes.sebulba.programs import Learned, Programs
 from muzerox.runtimes.sebulba.queues import BoundedQueue, Closed, Interrupted
 from muzerox.runtimes.sebulba.ring import RingState, SharedRing
 from muzerox.runtimes.sebulba.workers import ContextBody, Episodes, Ready, SearchBody, Shared, play
-from muzerox.types import EnvSpec, HostEnvironment, Report
+from muzerox.types import EnvSpec, HostEnvironment, Report, Skips
 
 
 def make_pace(config: Config) -> Pace:
@@ -139,7 +139,7 @@ class Pipeline:
         """Makes so many updates, in dispatches of at most ``runtime.loop_count``; fewer when interrupted.
 
         Raises:
-          RunFailed: a worker failed too often.
+          RunFailed: a worker failed too often. What was learnt by then is in :attr:`learner` and :attr:`ring`.
         """
         self.limiter.until(self._updates + updates)
         left, outputs = updates, []
@@ -158,6 +158,8 @@ class Pipeline:
         except Interrupted:
             pass  # what came so far is kept in hand, and what was learnt is reported
         except Closed:
+            if pending is not None:
+                self._finish(*pending)
             raise self._failed or RunFailed("the pipeline has been closed") from None
         if pending is not None:
             outputs.append(self._finish(*pending))
@@ -178,21 +180,21 @@ class Pipeline:
         self._dispatched += len(ready)
         return learned
 
-    def _finish(self, ready: list[Ready], learned: Learned) -> tuple[dict[str, float], int, int]:
-        """Waits for a dispatch, writes priorities back and publishes. Returns sums of metrics, updates and those skipped."""
+    def _finish(self, ready: list[Ready], learned: Learned) -> tuple[dict[str, float], Skips]:
+        """Waits for a dispatch, writes priorities back and publishes. Returns sums of metrics, and updates that were skipped."""
         with self._meter.wait("learner"):
-            priority, sums, skipped = jax.device_get((learned.priority, learned.sums, learned.skipped))
+            priority, sums, skips = jax.device_get((learned.priority, learned.sums, learned.skips))
         self._updates += len(ready)
         self._shared.parameters.publish(Published(self._updates, learned.params, learned.target_params))
         self.limiter.learned(self._updates)
         for item, error in zip(ready, priority, strict=False):  # rows beyond are padding
             if np.isfinite(error).all():
                 self.ring.update_priority(item.start, error)
-        return {name: float(x) for name, x in sums.items()}, len(ready), int(skipped)
+        return {name: float(x) for name, x in sums.items()}, jax.tree.map(int, skips)
 
-    def _report(self, outputs: list[tuple[dict[str, float], int, int]]) -> Report:
-        skipped = sum(x for _, _, x in outputs)
-        finite = sum(made for _, made, _ in outputs) - skipped
+    def _report(self, outputs: list[tuple[dict[str, float], Skips]]) -> Report:
+        skips = functools.reduce(Skips.then, (x for _, x in outputs), Skips())
+        finite = skips.updates - skips.total
         episodes, return_sum, length_sum = self._episodes.take()
         names = outputs[0][0] if outputs else {}
         pipeline = self._meter.take()
@@ -209,8 +211,8 @@ class Pipeline:
             episodes=episodes,
             mean_return=return_sum / episodes if episodes else None,
             mean_length=length_sum / episodes if episodes else None,
-            skipped_updates=skipped,
-            metrics={name: math.fsum(sums[name] for sums, _, _ in outputs) / finite for name in names} if finite else {},
+            skips=skips,
+            metrics={name: math.fsum(sums[name] for sums, _ in outputs) / finite for name in names} if finite else {},
             pipeline=pipeline,
         )
 

@@ -15,7 +15,7 @@ from muzerox.config import Config
 from muzerox.learner import LearnerState, make_apply, read_batch, reanalyze
 from muzerox.replay import Sample
 from muzerox.selfplay import Choice, make_choose
-from muzerox.types import Algorithm, Batch, EnvSpec, Metrics, Params, Targets, Transition
+from muzerox.types import Algorithm, Batch, EnvSpec, Metrics, Params, Skips, Targets, Transition
 
 _CARRIED = 4096  # bytes of an observation, at most, of which a batch carries those that value targets end with to the learner
 
@@ -27,7 +27,7 @@ class Learned(NamedTuple):
     target_params: Params
     priority: jax.Array  # [N, B] float32, NaN where an update was left out
     sums: Metrics  # over updates that were finite
-    skipped: jax.Array  # [] float32
+    skips: Skips
 
 
 class Programs(NamedTuple):
@@ -89,22 +89,23 @@ def make_programs(
         updates, size = len(ready), config.train.batch_size
 
         def update(i: jax.Array, carry: tuple) -> tuple:
-            learner, priority, sums, skipped = carry
+            learner, priority, sums, skips = carry
             batch, targets = jax.tree.map(lambda x: x[i], stacked)
             learner, applied = apply(learner, batch, targets or algorithm.targets(learner.target_params, batch))
             skip = applied.metrics.pop("skipped")
             sums = jax.tree.map(lambda total, x: total + jnp.where(skip > 0, 0.0, x), sums, applied.metrics)
             priority = priority.at[i].set(jnp.where(applied.finite, applied.priority, jnp.nan))
-            return learner, priority, sums, skipped + skip
+            return learner, priority, sums, skips.then(Skips.of(skip))
 
         batch, targets = ready[0]
         targets = targets or jax.eval_shape(algorithm.targets, learner.target_params, batch)
         shapes = jax.eval_shape(apply, learner, batch, targets)[1].metrics
         zeros = {name: jnp.float32(0.0) for name in shapes if name != "skipped"}
-        start = (learner, jnp.full((updates, size), jnp.nan, jnp.float32), zeros, jnp.float32(0.0))
-        learner, priority, sums, skipped = jax.lax.fori_loop(0, count, update, start)
+        none = jax.tree.map(jnp.int32, Skips())
+        start = (learner, jnp.full((updates, size), jnp.nan, jnp.float32), zeros, none)
+        learner, priority, sums, skips = jax.lax.fori_loop(0, count, update, start)
         params, target_params = jax.tree.map(jnp.copy, (learner.params, learner.target_params))
-        return learner, Learned(params, target_params, priority, sums, skipped)
+        return learner, Learned(params, target_params, priority, sums, skips)
 
     return Programs(
         choose=jax.jit(choose, compiler_options=options),
