@@ -14,36 +14,17 @@ import jax
 import numpy as np
 import pytest
 from leftovers import threads_beside
-from toys import counting_env, small_config
+from pipelines import HOST, make, pipeline_config
+from toys import counting_env
 
 import muzerox
 from muzerox.algorithms import make_algorithm
-from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.envs.host import on_host
 from muzerox.errors import ConfigError, RunFailed
 from muzerox.runtimes import make_runtime, placement, sebulba
 from muzerox.runtimes.sebulba import RunState
-from muzerox.types import HostBatch, HostEnvironment, Runtime
-
-HOST = on_host(counting_env())
-
-
-def pipeline_config(**changes: Any) -> Config:
-    return small_config(
-        "gymnasium:CartPole-v1",
-        **{
-            "runtime__kind": "sebulba",
-            "runtime__selfplay_workers": 2,
-            "replay__capacity": 1024,
-            "runtime__loop_count": 3,
-            **changes,
-        },
-    )
-
-
-def make(config: Config, env: HostEnvironment = HOST) -> Runtime:
-    return make_runtime(config, env, make_algorithm(config, env.spec))
+from muzerox.types import HostBatch, HostEnvironment
 
 
 def check_rows(state: RunState) -> int:

@@ -281,6 +281,28 @@ def test_a_worker_that_hangs_is_given_up_and_replaced() -> None:
     assert threads_beside(before, seconds=5) == []
 
 
+def test_of_two_that_hang_one_ends_everything() -> None:
+    ended: list[RunFailed] = []
+    crew, release = Crew(Meter(), max_failures=1, on_end=ended.append), threading.Event()
+    entered: list[Worker] = []
+
+    def hang(worker: Worker) -> None:
+        with worker.within(0.05, "for a step"):
+            entered.append(worker)
+            release.wait(30)
+
+    for index in range(2):
+        crew.start("simulator", index, hang)
+    assert wait_until(lambda: len(entered) == 2 and all((w.deadline or math.inf) < time.monotonic() for w in entered))
+    crew.watch(0.02)
+    assert wait_until(lambda: bool(ended))
+    release.set()
+    crew.stop()
+    assert [str(end) for end in ended] == [
+        "simulator 0 failed 1 times in a row; the last: its environments took longer than 0.05 seconds for a step"
+    ]
+
+
 def test_a_worker_that_fails_while_it_is_given_up_does_not_come_back() -> None:
     crew = Crew(Meter(), max_failures=3, on_end=lambda _: None)
     release = threading.Event()

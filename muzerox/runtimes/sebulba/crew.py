@@ -23,6 +23,7 @@ class Worker:
         self.role, self.index, self._meter = role, index, meter
         self.failures_in_a_row = 0
         self.deadline: float | None = None  # by time.monotonic, while something that may hang is under way
+        self.late = ""  # what to say of it if it does
         self.given_up = False
         self._cpu_seconds = 0.0
         self.thread: threading.Thread | None = None
@@ -41,8 +42,9 @@ class Worker:
         self._cpu_seconds = now
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """The block has failed when it takes longer; the crew then gives this thread up."""
+    def within(self, seconds: float, doing: str = "") -> Iterator[None]:
+        """The block has failed when its environments take longer for ``doing``; the crew then gives this thread up."""
+        self.late = f"its environments took longer than {seconds:g} seconds {doing}"
         self.deadline = time.monotonic() + seconds
         try:
             yield
@@ -127,8 +129,10 @@ class Crew:
             with self._lock:
                 late = [pair for pair in self._workers.values() if pair[0].deadline is not None and pair[0].deadline < now]
                 for worker, body in late:
+                    if self._stopping.is_set():  # the one before ended everything
+                        return
                     worker.given_up = True
                     log.error("%s hangs and is replaced", worker.name)
-                    self._count_failure(worker, "its environments took longer than runtime.step_timeout")
+                    self._count_failure(worker, worker.late)
                     if not self._stopping.is_set():
                         self._start(worker.role, worker.index, body, failures_in_a_row=worker.failures_in_a_row)

@@ -8,6 +8,7 @@ search      reads them, makes targets, reanalyzes -> batch queue; where nothing 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 
 from muzerox.config import Config
+from muzerox.envs.simulators import closing
 from muzerox.runtimes import placement
 from muzerox.runtimes.sebulba.crew import Worker
 from muzerox.runtimes.sebulba.limiter import RateLimiter
@@ -102,10 +104,16 @@ def play(shared: Shared, worker: Worker) -> None:
     data = jax.device_put(jax.random.key_data(key), device)
     # Other episodes after a failure, and after a run is resumed: what led to the failure is not met again at once.
     seed = np.random.SeedSequence([config.seed, index, generation, int(shared.ring.count[index])]).generate_state(1)[0]
-    with worker.within(_START_SECONDS):
+    with worker.within(_START_SECONDS, "to start"):
         batch = shared.env.make(num_envs, int(seed % 2**31))
-    try:
-        with worker.within(_START_SECONDS):
+
+    def close() -> None:
+        failure = sys.exception()  # which a close that hangs must not hide
+        with worker.within(config.runtime.step_timeout, f"to close, after {failure!r}"):
+            batch.close()
+
+    with closing(close):
+        with worker.within(_START_SECONDS, "for their first reset"):
             now = batch.reset()
         score, length = np.zeros(num_envs, np.float64), np.zeros(num_envs, np.int64)
         number, row = int(shared.ring.count[index]), None
@@ -128,7 +136,7 @@ def play(shared: Shared, worker: Worker) -> None:
                 choice = Choice(*taken)
             shared.meter.add("wait_action_seconds", called)
             shared.meter.observe("acting_staleness", shared.limiter.learned_updates - version)
-            with worker.within(config.runtime.step_timeout), shared.meter.wait("environment"):
+            with worker.within(config.runtime.step_timeout, "for a step"), shared.meter.wait("environment"):
                 following = batch.step(choice.action)
             row = Transition(
                 observation=now.observation,
@@ -142,8 +150,6 @@ def play(shared: Shared, worker: Worker) -> None:
                 random=choice.drawn,
             )
             now, number = following, number + 1
-    finally:
-        batch.close()
 
 
 def _count_episodes(episodes: Episodes, timestep: TimeStep, score: np.ndarray, length: np.ndarray) -> None:
@@ -177,6 +183,13 @@ class ContextBody:
             worker.done()
 
 
+class _Begun(NamedTuple):
+    """A batch under way."""
+
+    ready: Ready
+    late: int  # starts that had been overwritten
+
+
 class SearchBody:
     """A search worker. What a failure finds in its hands is searched and put all the same: no context is lost."""
 
@@ -191,7 +204,7 @@ class SearchBody:
     def __call__(self, worker: Worker) -> None:
         shared = self._shared
         if self._batch_bytes is None:  # while the first rows are played
-            made = self._search(Context(0, shared.ring.nowhere(shared.config.train.batch_size)))
+            made = self._finish(self._begin(Context(0, shared.ring.nowhere(shared.config.train.batch_size))))
             self._batch_bytes = sum(x.nbytes for x in jax.tree.leaves((made.batch, made.targets)))
         while True:
             if self._context is None:
@@ -204,19 +217,28 @@ class SearchBody:
             worker.done()
 
     def _search(self, context: Context) -> Ready:
+        begun = self._begin(context)
+        if begun.late:
+            self._shared.meter.add("overwritten_starts", begun.late)
+        with self._shared.meter.wait("targets"):
+            return self._finish(begun)
+
+    def _begin(self, context: Context) -> _Begun:
+        """Reads the sequences and has targets made of them; meters nothing, nor waits."""
         shared, programs = self._shared, self._shared.programs
         start, (batch, reread), late = shared.ring.read(context.start, programs.gather)
-        if late:
-            shared.meter.add("overwritten_starts", late)
-        version: int | None = None
-        made: tuple[Batch, Targets | None] = batch, None
-        on_device = isinstance(batch.action, jax.Array)  # NumPy arrays are taken by programs as they are
-        if programs.target:
-            version, leaves = shared.parameters.pull(self._device, target=True)
-            if on_device:
-                batch, reread = placement.put((batch, reread), self._device)
-            made = programs.target(self._key_data, np.uint32(context.number), leaves, batch, reread)
-        with shared.meter.wait("targets"):
-            if programs.target or on_device:
-                made = jax.block_until_ready(placement.put(made, shared.batch_sharding))
-        return Ready(context.number, version, start, *made)
+        if not programs.target:
+            return _Begun(Ready(context.number, None, start, batch, None), late)
+        version, leaves = shared.parameters.pull(self._device, target=True)
+        if isinstance(batch.action, jax.Array):  # NumPy arrays are taken by programs as they are
+            batch, reread = placement.put((batch, reread), self._device)
+        made = programs.target(self._key_data, np.uint32(context.number), leaves, batch, reread)
+        return _Begun(Ready(context.number, version, start, *made), late)
+
+    def _finish(self, begun: _Begun) -> Ready:
+        """Waits until the batch is made and lies where the learner takes it."""
+        ready = begun.ready
+        if not isinstance(ready.batch.action, jax.Array):
+            return ready
+        batch, targets = jax.block_until_ready(placement.put((ready.batch, ready.targets), self._shared.batch_sharding))
+        return ready._replace(batch=batch, targets=targets)
