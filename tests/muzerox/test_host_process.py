@@ -151,6 +151,13 @@ def test_an_exception_comes_with_its_traceback(hostile: tuple[HostBatch, int]) -
     assert goes(pid)
 
 
+def test_a_failing_close_does_not_hide_what_had_failed() -> None:
+    batch = in_process("gymnasium:host_simulators:Brittle-v0", 2, 0, timeout=20.0)
+    batch.reset()
+    with pytest.raises(SimulatorError, match="ValueError: the simulator broke"):
+        batch.step(act(2))  # its actions begin with 1
+
+
 def test_an_interrupt_is_left_to_the_parent(hostile: tuple[HostBatch, int]) -> None:
     batch, pid = hostile
     batch.step(act(6))
