@@ -47,13 +47,14 @@ GROWING = {
     **_ONCE,
 }
 DEEPENING = {
-    "network.width": 256,
+    "network.width": 32,
     "search.num_simulations": 2,
     "search.final_simulations": 64,
-    "runtime.num_envs": 64,
-    "runtime.selfplay_workers": 1,
+    "runtime.num_envs": 8,
+    "runtime.selfplay_workers": 2,
+    "runtime.loop_count": 8,
     "train.batch_size": 64,
-    "train.replay_ratio": 0.25,
+    "train.replay_ratio": 1.0,
     **_ONCE,
 }
 SETTINGS = {
@@ -61,9 +62,15 @@ SETTINGS = {
         "gymnasium:regimes:Growing-v0",
         GROWING,
         {"runtime.step_in": ("thread", "process"), "runtime.role_threads": (0, 1)},
-        175_000,
+        400_000,
     ),
-    "deeper": Setting("gymnasium:CartPole-v1", DEEPENING, {"runtime.role_threads": (0, 1)}, 300_000),
+    # Most of a small search is Python, whose threads share a lock: one core is as good as two. Deep ones run beside each other.
+    "deeper": Setting(
+        "gymnasium:CartPole-v1",
+        DEEPENING,
+        {"allocation.cores": (1, 2), "runtime.role_threads": (0, 1)},
+        1_200_000,
+    ),
 }
 SETTINGS["none"] = SETTINGS["change"]  # half the steps
 

@@ -18,6 +18,21 @@ def descendants_cpu_seconds() -> float:
     return sum((int(fields[11]) + int(fields[12])) / tick for fields in _descendants().values())
 
 
+def machine_cpu_seconds() -> float | None:
+    """Processor seconds so far that anybody took of the cores this process may use, or other guests of its host took from them.
+
+    None where nobody tells. Counted in ticks, of a hundredth of a second as a rule.
+    """
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+        own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    rows = [[int(field) for field in numbers] for name, *numbers in map(str.split, lines) if name in own]
+    # user, nice, system, idle, iowait, irq, softirq, steal; guests' time is part of the first two
+    return sum(sum(row[:3]) + sum(row[5:8]) for row in rows) / os.sysconf("SC_CLK_TCK") if len(rows) == len(own) else None
+
+
 def peak_bytes() -> float:
     """The most memory that was ever resident, the peaks of living descendants added to this process's; 0 where nobody tells.
 

@@ -45,7 +45,7 @@ class Anchor:
     ) -> list[Measurement]:
         """Measures a configuration, as :func:`tuner.measure.measure_config` does. Where it may not stay, its process ends."""
         timing = self._start(config, timeout)
-        (found,) = measure_timings([timing], [loop_counts], Bursts(REPEATS, seconds, enough))
+        (found,) = measure_timings([timing], [loop_counts], Bursts(REPEATS, seconds, enough), say=self._say)
         self._keep(timing, found[0])
         return found
 

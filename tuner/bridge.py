@@ -239,12 +239,12 @@ class Session:
             loop_count = updates  # asked for at once
         whole, remainder = divmod(updates, loop_count)
         self._joules()
-        cpu, wall = usage.cpu_seconds(), time.perf_counter()
+        machine, cpu, wall = usage.machine_cpu_seconds(), usage.cpu_seconds(), time.perf_counter()
         if whole:
             self._run(whole, loop_count)
         if remainder:
             self._run(1, remainder)
-        wall, cpu = time.perf_counter() - wall, usage.cpu_seconds() - cpu
+        wall, cpu, machine_after = time.perf_counter() - wall, usage.cpu_seconds() - cpu, usage.machine_cpu_seconds()
         joules = self._joules()
         self._seconds_an_update = wall / updates
         losses = self._report.metrics.get("loss", math.nan)
@@ -253,6 +253,7 @@ class Session:
             "seconds_per_env_step": wall / (updates * self._steps_an_update),
             "updates_per_second": updates / wall,
             "cpu_use": cpu / wall,
+            "others_seconds": 0.0 if machine is None or machine_after is None else max(0.0, machine_after - machine - cpu),
             "peak_bytes": usage.peak_bytes() + self._saved_bytes,
             "device_peak_bytes": _device_peak_bytes(),
             "joules_per_env_step": joules / (updates * self._steps_an_update) if joules is not None else None,

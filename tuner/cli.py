@@ -35,6 +35,10 @@ def _stay_off_the_accelerator() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 # tune ----------------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +181,8 @@ def _measure(args: argparse.Namespace) -> int:
     _check_memory(config)
     hardware = fingerprint()
     served = concrete(config, hardware.platform)
-    measurement = measure_config(config, hardware=hardware, repeats=args.repeats, timeout=args.timeout)[0]
+    limits = {"repeats": args.repeats, "timeout": args.timeout}
+    (measurement,) = measure_config(config, hardware=hardware, say=_say, **limits)
     share(measurement, shared_store(hardware.id))
     _print_figures(f"muzerox measure: {config.env}", served, _figures(measurement), measurement.waits, as_json=args.json)
     return 0 if measurement.outcome == Outcome.OK else 1
@@ -223,7 +228,7 @@ def _predict(args: argparse.Namespace) -> int:
     hardware = fingerprint()
     config = concrete(config, hardware.platform)
     workload = describe(config)
-    history = shared_measurements(hardware.id, lambda text: print(text, file=sys.stderr))
+    history = shared_measurements(hardware.id, _say)
     enable_cache()
     model = RuntimePredictor.pretrained().fit(history[-HISTORY:])
     if not history:

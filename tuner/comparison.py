@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from scipy.special import stdtr
+
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config
 from tuner.history import Trial
-from tuner.measure import Timing, clearly_faster, measure_in_alternation, paired_ratio
+from tuner.measure import Timing, measure_in_alternation, paired_ratio
 
 LUCK = 0.05  # how often one that is no faster than the start may be chosen all the same
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
@@ -23,6 +26,7 @@ FINALISTS, RESERVED = 4, 2
 MIN_ROUNDS, MAX_ROUNDS = 15, 25
 LONG_ROUNDS = 3  # at least, where MIN_ROUNDS would take more than SHARE of the budget
 SHARE = 0.2
+_SPREAD = 0.07  # of a round's logarithm: bursts of one configuration differ by as much, whatever a few of them say
 _RIVAL = 0.5  # times the start's bursts that those of a rival are expected to take, which is yet to be found
 _ROOM = 0.8  # of the machine's memory that processes side by side may take
 _STARTING, _FROM_CACHE = 2.0, 0.4  # seconds of a worker's start, and the share of compiling that is left with a warm cache
@@ -117,6 +121,7 @@ def compare(
     price: Price,
     rent: Price,
     up: Timing | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Measures ``rivals`` against ``start``, all alive, burst by burst. With what they pay, one must be clearly faster.
 
@@ -127,6 +132,7 @@ def compare(
       rent: what a second of a configuration counts as.
       price: what it pays beside, as a share of its time.
       up: a process of the start, which stays up.
+      say: is told where other programs disturbed it.
     """
     until = time.monotonic() + left - _FINISHING
     base, *measured = measure_in_alternation(
@@ -138,6 +144,7 @@ def compare(
         seconds=seconds,
         timeout=timeout,
         up=up,
+        say=say,
     )
     chosen = choose(base, measured, price, rent)
     return Comparison(base, chosen, base if chosen is None else measured[chosen])
@@ -160,6 +167,30 @@ def choose(base: Measurement, measured: Sequence[Measurement], price: Price, ren
     faster = clearly_faster(list(paid.values()), base, MIN_GAIN, LUCK)
     beaten_by = [i for i, beats in zip(paid, faster, strict=True) if beats]
     return max(beaten_by, key=lambda i: paired_ratio(paid[i], base), default=None)
+
+
+def clearly_faster(rivals: Sequence[Measurement], base: Measurement, gain: float, level: float = 0.05) -> list[bool]:
+    """Of each, measured in the same rounds as ``base``: is its median ratio at least ``gain``, and is that more than luck?
+
+    Were none faster, luck would have shown any of them to be less often than ``level``: each is tested at its share of that
+    (Bonferroni, 1936).
+
+    By the signed-rank test (Wilcoxon, 1945): were neither faster, the rounds' logarithms would be as often on either side of 0,
+    and as far. Of so few rounds that it could not tell even if all were won, by Student's t-test, whose spread is what all
+    rivals' rounds have in common, _SPREAD at least: each alone has too few to tell it.
+    """
+    logs = np.log([[b / a for a, b in zip(ours.repeats, base.repeats, strict=True)] for ours in rivals])  # [R, rounds]
+    count, rounds = logs.shape
+    if 0.5**rounds < level / count:
+        from scipy.stats import wilcoxon  # a second to import, and needed at the end of a tuning alone
+
+        luck = np.array([wilcoxon(row, alternative="greater").pvalue for row in logs])
+    elif rounds > 1:
+        error = max(math.sqrt(float(logs.var(axis=1, ddof=1).mean())), _SPREAD) / math.sqrt(rounds)
+        luck = stdtr(count * (rounds - 1), -logs.mean(axis=1) / error)
+    else:
+        luck = np.ones(count)
+    return [paired_ratio(ours, base) >= gain and bool(p < level / count) for ours, p in zip(rivals, luck, strict=True)]
 
 
 def _as_it_counts(measured: Measurement, factor: float) -> Measurement:

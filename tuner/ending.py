@@ -83,6 +83,7 @@ class Ending:
             price=self._proposer.price,
             rent=self._proposer.rent,
             up=self._anchor.timed_anew(),
+            say=task.progress.say,
         )
         self._anchor.close()
         if found.base.outcome != Outcome.OK:

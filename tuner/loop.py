@@ -258,7 +258,7 @@ class _Tuning:
         hardware, counts = self.hardware, self.proposer.further_loop_counts(self.space.encode(changes))
         limits: dict[str, Any] = {"seconds": self.task.burst, "enough": ENOUGH_SECONDS, "timeout": timeout}
         if beside is not None:
-            measurements = [measure_beside(config, *beside, hardware=hardware, **limits)]
+            measurements = [measure_beside(config, *beside, hardware=hardware, say=self.progress.say, **limits)]
         elif first is None:
             measurements = self.anchor.measure(config, loop_counts=counts, **limits)
         else:
@@ -269,6 +269,7 @@ class _Tuning:
                 loop_counts=counts,
                 hopeless=HOPELESS * min(trial.seconds for trial in self.trials if trial.seconds),
                 reference=self.anchor.beside(Config.from_dict(first.config), first.measurement, timeout),
+                say=self.progress.say,
             )
         each = (time.monotonic() - before) / len(measurements)
         for index, measurement in enumerate(measurements):

@@ -9,22 +9,23 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
-from scipy.special import stdtr
 
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config, concrete
 from tuner.worker_client import TIMEOUT, Worker, WorkerFailed
 from tuner.workload import describe
 
+Say = Callable[[str], None]
+
 BURST_SECONDS = 0.4
 REPEATS = 5
 ENOUGH_SECONDS = 6.0  # of bursts: where cycles of acting and learning are long, fewer of them say as much
 HOPELESS_BURSTS = 2  # after which what is slower than is worth knowing is given up
-_SPREAD = 0.07  # of a round's logarithm: bursts of one configuration differ by as much, whatever a few of them say
+# Cores that other programs take in a round that tells less than others: who wants all cores suffers more than who wants one.
+# And seconds of them that are nothing: processor time is counted in ticks.
+_DISTURBED, _TICKS = 0.15, 0.03
 
 
 def patience(first_seconds: float, compile_seconds: float) -> float:
@@ -44,6 +45,8 @@ class Timing:
         self.bursts: dict[int, list[dict[str, Any]]] = {}  # by loop_count
         self.ready: dict[str, Any] = {}
         self.failure: WorkerFailed | None = None
+        self.others = 0.0  # cores that other programs took during its last burst, of those it may use
+        self.patient = True  # of late others have ended while what is beside it was measured
         request = {"kind": "train", "config": self.config.to_dict(), "allocation": self.config.to_dict().get("allocation", {})}
         self.worker = Worker(request, timeout=timeout)
 
@@ -55,8 +58,8 @@ class Timing:
             except WorkerFailed as failure:
                 self._failed(failure)
 
-    def burst(self, seconds: float, loop_count: int | None = None) -> float | None:
-        """One timed burst, by default at the configuration's loop_count.
+    def burst(self, seconds: float, loop_count: int | None = None, number: int = 0) -> float | None:
+        """One timed burst of round ``number``, by default at the configuration's loop_count.
 
         Returns the seconds that an environment step took; None where it has failed.
         """
@@ -68,7 +71,9 @@ class Timing:
         except WorkerFailed as failure:
             self._failed(failure)
             return None
-        self.bursts.setdefault(loop_count, []).append(burst)
+        self.bursts.setdefault(loop_count, []).append({"round": number, **burst})
+        seconds, wall = burst["others_seconds"], burst["wall_seconds"]
+        self.others = seconds / wall if seconds > _TICKS else 0.0
         return float(burst["seconds_per_env_step"])
 
     def fastest(self, loop_count: int, fewest: int) -> float:
@@ -88,10 +93,15 @@ class Timing:
         self.failure = failure
         self.worker.stop()  # one that hangs would disturb those that are timed beside it
 
-    def measurement(self, loop_count: int | None = None) -> Measurement:
-        """What was measured at a loop_count."""
+    def counted(self, loop_count: int, rounds: Collection[int]) -> list[dict[str, Any]]:
+        """Its bursts at a loop_count that belong to ``rounds``; all of them where none does."""
+        bursts = self.bursts.get(loop_count, [])
+        return [burst for burst in bursts if burst["round"] in rounds] or bursts
+
+    def measurement(self, loop_count: int | None = None, rounds: Collection[int] = ()) -> Measurement:
+        """What was measured at a loop_count, by the bursts of ``rounds``, by default all."""
         config = self.config.replace("runtime.loop_count", loop_count) if loop_count else self.config
-        bursts = self.bursts.get(config.runtime.loop_count, [])
+        every, bursts = self.bursts.get(config.runtime.loop_count, []), self.counted(config.runtime.loop_count, rounds)
         common: dict[str, Any] = {
             "hardware": self.hardware,
             "workload": describe(config),
@@ -101,20 +111,20 @@ class Timing:
         }
         if self.failure is not None:
             return Measurement(outcome=self.failure.outcome, error=self.failure.error, **common)
-        if not all(burst["finite"] for burst in bursts):
+        if not all(burst["finite"] for burst in every):
             return Measurement(outcome=Outcome.NONFINITE, error="the loss was not finite", **common)
 
         def median(name: str) -> float:
             return statistics.median(burst[name] for burst in bursts)
 
-        device = [burst["device_peak_bytes"] for burst in bursts if burst["device_peak_bytes"] is not None]
+        device = [burst["device_peak_bytes"] for burst in every if burst["device_peak_bytes"] is not None]
         joules = [burst["joules_per_env_step"] for burst in bursts if burst["joules_per_env_step"] is not None]
 
         def age(name: str) -> float | None:
             return median(name) if all(name in burst for burst in bursts) else None
 
         waits = {name for burst in bursts for name in burst["waits"]}
-        peak, allowed = max(burst["peak_bytes"] for burst in bursts), common["workload"].memory_bytes
+        peak, allowed = max(burst["peak_bytes"] for burst in every), common["workload"].memory_bytes
         common |= {"peak_bytes": peak, "device_peak_bytes": max(device) if device else None}
         if 0 < allowed < peak:  # a training that goes well until it saves its first checkpoint does not go well
             short = f"saving needs {peak / 2**30:.2f} GiB of {allowed / 2**30:.2f}"
@@ -137,6 +147,8 @@ class Timing:
 
 class Bursts(NamedTuple):
     """How long processes are timed: ``rounds`` of bursts of ``seconds`` each, about; a cycle of acting and learning is not cut.
+
+    Rounds that other programs disturb are made again, if there are others, and the least disturbed told.
 
     ``enough``: seconds of bursts, at one loop count, after which no more are timed.
     ``hopeless``: seconds an environment step; what is slower in ``HOPELESS_BURSTS`` is not timed further.
@@ -169,6 +181,7 @@ def measure_config(
     loop_counts: Sequence[int] = (),
     hopeless: float = math.inf,
     reference: Reference | None = None,
+    say: Say | None = None,
 ) -> list[Measurement]:
     """Measures a configuration in a subprocess, under its allocation.
 
@@ -179,6 +192,7 @@ def measure_config(
       enough, hopeless: see :class:`Bursts`.
       loop_counts: measured too, in the same process and in alternation: they share the compiled program.
       reference: timed in alternation with it, and seconds are told as of when those of the reference were ``then``.
+      say: is told, in a line, where other programs disturbed it.
 
     Returns:
       One Measurement for the configuration, and one for each of ``loop_counts``.
@@ -187,7 +201,7 @@ def measure_config(
       UserError: a configuration that this machine cannot be asked for.
     """
     bursts = Bursts(repeats, seconds, enough, hopeless)
-    (found,) = measure_group([(config, loop_counts)], bursts, hardware=hardware, timeout=timeout, reference=reference)
+    (found,) = measure_group([(config, loop_counts)], bursts, hardware=hardware, timeout=timeout, reference=reference, say=say)
     return found
 
 
@@ -201,16 +215,17 @@ def measure_in_alternation(
     seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
     up: Timing | None = None,
+    say: Say | None = None,
 ) -> list[Measurement]:
     """Measures configurations against one another: all alive, one burst each a round, in an order that turns.
 
     ``repeats`` of the results are paired: the n-th of each belong to the same round. After ``fewest`` rounds none begins
     that would end after ``until``, by ``time.monotonic()``, if it took as long as those before. ``up``: a process of the first
-    that is up already, and stays so.
+    that is up already, and stays so. ``say`` is told where other programs disturbed them.
     """
     bursts = Bursts(rounds, seconds, fewest=fewest, until=until)
     group = [(config, ()) for config in configs]
-    return [first for first, *_ in measure_group(group, bursts, hardware=hardware, timeout=timeout, up=up)]
+    return [first for first, *_ in measure_group(group, bursts, hardware=hardware, timeout=timeout, up=up, say=say)]
 
 
 def measure_beside(
@@ -223,16 +238,17 @@ def measure_beside(
     seconds: float = BURST_SECONDS,
     enough: float = math.inf,
     timeout: float = TIMEOUT,
+    say: Say | None = None,
 ) -> Measurement:
     """Measures ``config`` in alternation with ``other``, and tells its seconds as of when those of ``other`` were ``known``.
 
     Machines are slower by a half for minutes: what one measurement after another says of two percent is chance. Where
     ``other`` did not run, or no longer does, there is nothing to compare with: the seconds are as measured.
 
-    ``enough``: seconds of bursts of ``config``, after which no more rounds begin.
+    ``enough``: seconds of bursts of ``config``, after which no more rounds begin. ``say``: as for :func:`measure_config`.
     """
     began, then = time.monotonic(), known.seconds_per_env_step
-    limits: dict[str, Any] = {"hardware": hardware, "seconds": seconds, "enough": enough, "timeout": timeout}
+    limits: dict[str, Any] = {"hardware": hardware, "seconds": seconds, "enough": enough, "timeout": timeout, "say": say}
     if then is None:
         return measure_config(config, repeats=rounds, **limits)[0]
     beside = Timing(other, hardware=hardware, timeout=timeout)
@@ -266,6 +282,7 @@ def measure_group(
     timeout: float = TIMEOUT,
     reference: Reference | None = None,
     up: Timing | None = None,
+    say: Say | None = None,
 ) -> list[list[Measurement]]:
     """The same of configurations that are each measured at further loop counts too, in their own processes.
 
@@ -282,7 +299,7 @@ def measure_group(
         for config, _ in group[len(lent) :]:
             ours.append(Timing(config, hardware=hardware, timeout=timeout))
             ours[-1].wait()  # one after the other: two compilations at once would fight for the cores
-        return measure_timings([*lent, *ours], [counts for _, counts in group], bursts, reference)
+        return measure_timings([*lent, *ours], [counts for _, counts in group], bursts, reference, say)
     finally:
         for timing in ours:
             timing.worker.stop()
@@ -293,19 +310,23 @@ def measure_timings(
     loop_counts: Sequence[Sequence[int]],
     bursts: Bursts,
     reference: Reference | None = None,
+    say: Say | None = None,
 ) -> list[list[Measurement]]:
     """The same of processes that are up, which stay alive; ``loop_counts`` of each beside its own."""
     wanted = [
         list(dict.fromkeys([timing.config.runtime.loop_count, *further]))
         for timing, further in zip(timings, loop_counts, strict=True)
     ]
-    beside: list[float] = []  # seconds an environment step of the reference, by round
-    began = time.monotonic()
-    for index in range(bursts.rounds):
+    beside: dict[int, float] = {}  # seconds an environment step of the reference, by round
+    others: list[float] = []  # cores that other programs took, the most in a burst of each round
+    began, quiet = time.monotonic(), 0
+    # As many more as were quiet: where others are always at work, waiting for them to end is of no use, and is not done twice.
+    waits = bursts.rounds if reference is not None and reference.timing.patient else 0
+    while quiet < bursts.rounds and (index := len(others)) < bursts.rounds + max(quiet, waits):
         now = time.monotonic()
         if index and index >= bursts.fewest and now + (now - began) / index > bursts.until:
             break
-        slower = 1.0 if reference is None or not beside else statistics.median(beside) / reference.then
+        slower = 1.0 if reference is None or not beside else statistics.median(beside.values()) / reference.then
         turns = [
             (timings[turn], loop_count)
             for turn in ((index + offset) % len(timings) for offset in range(len(timings)))
@@ -314,41 +335,40 @@ def measure_timings(
             and timings[turn].timed(loop_count) < bursts.enough
             and timings[turn].failure is None
         ]
-        if turns and reference is not None and (took := reference.timing.burst(bursts.seconds)) is not None:
-            beside.append(took)
+        if not turns:
+            break
+        if reference is not None and (took := reference.timing.burst(bursts.seconds)) is not None:
+            beside[index] = took
+        others.append(0.0 if reference is None else reference.timing.others)
         for timing, loop_count in turns:
-            timing.burst(bursts.seconds, loop_count)
-    found = [[timing.measurement(n) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
-    if reference is None or reference.timing.failure is not None or not beside:
+            timing.burst(bursts.seconds, loop_count, index)
+            others[-1] = max(others[-1], timing.others)
+        quiet += others[-1] <= _DISTURBED
+    if reference is not None:
+        reference.timing.patient = quiet > 0
+    rounds = _least_disturbed(others, bursts.rounds, say)
+    found = [[timing.measurement(n, rounds) for n in counts] for timing, counts in zip(timings, wanted, strict=True)]
+    if reference is None or reference.timing.failure is not None:
         return found
-    return [
-        [_told_as_of(m, reference.then, beside[: len(m.repeats)]) if m.outcome == Outcome.OK else m for m in several]
-        for several in found
-    ]
+    for timing, counts, several in zip(timings, wanted, found, strict=True):
+        for place, (loop_count, m) in enumerate(zip(counts, several, strict=True)):
+            if m.outcome == Outcome.OK:
+                others_then = [beside[burst["round"]] for burst in timing.counted(loop_count, rounds)]
+                several[place] = _told_as_of(m, reference.then, others_then)
+    return found
 
 
-def clearly_faster(rivals: Sequence[Measurement], base: Measurement, gain: float, level: float = 0.05) -> list[bool]:
-    """Of each, measured in the same rounds as ``base``: is its median ratio at least ``gain``, and is that more than luck?
-
-    Were none faster, luck would have shown any of them to be less often than ``level``: each is tested at its share of that
-    (Bonferroni, 1936).
-
-    By the signed-rank test (Wilcoxon, 1945): were neither faster, the rounds' logarithms would be as often on either side of 0,
-    and as far. Of so few rounds that it could not tell even if all were won, by Student's t-test, whose spread is what all
-    rivals' rounds have in common, _SPREAD at least: each alone has too few to tell it.
-    """
-    logs = np.log([[b / a for a, b in zip(ours.repeats, base.repeats, strict=True)] for ours in rivals])  # [R, rounds]
-    count, rounds = logs.shape
-    if 0.5**rounds < level / count:
-        from scipy.stats import wilcoxon  # a second to import, and needed at the end of a tuning alone
-
-        luck = np.array([wilcoxon(row, alternative="greater").pvalue for row in logs])
-    elif rounds > 1:
-        error = max(math.sqrt(float(logs.var(axis=1, ddof=1).mean())), _SPREAD) / math.sqrt(rounds)
-        luck = stdtr(count * (rounds - 1), -logs.mean(axis=1) / error)
-    else:
-        luck = np.ones(count)
-    return [paired_ratio(ours, base) >= gain and bool(p < level / count) for ours, p in zip(rivals, luck, strict=True)]
+def _least_disturbed(others: Sequence[float], most: int, say: Say | None) -> Collection[int]:
+    """The rounds that are told, ``most`` of them, by the cores that ``others`` took in each."""
+    kept = sorted(range(len(others)), key=lambda index: others[index] if others[index] > _DISTURBED else 0.0)[:most]
+    taken = [cores for cores in others if cores > _DISTURBED]
+    if taken and say is not None:
+        cores = f"other programs take {statistics.median(taken):.1f} cores of this machine"
+        if len(kept) < len(others):
+            say(f"{cores}: {len(others) - len(kept)} of {len(others)} rounds are left out")
+        elif 2 * len(taken) > len(kept):
+            say(f"{cores}: what is measured meanwhile is less certain")
+    return kept
 
 
 def paired_ratio(ours: Measurement, theirs: Measurement) -> float:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +19,10 @@ from muzerox import UserError, usage
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, Workload, hardware_rates
 from tuner import comparison
 from tuner.bridge import Config, Session, concrete
-from tuner.history import Trial, TuneDir, shared_measurements
+from tuner.history import TuneDir, shared_measurements
 from tuner.measure import Timing, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
-from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, cost, energy, excluded, price
+from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, energy, excluded, price
 from tuner.report import pipeline_row, wait_rows
 from tuner.residual import make_residual
 from tuner.workload import describe
@@ -129,42 +128,6 @@ def test_a_burst_has_a_dispatch_before_it(tiny_threads: Config) -> None:
         assert burst["updates_per_second"] == pytest.approx(updates / burst["wall_seconds"])
 
 
-def trial(
-    number: int, machine: Hardware, workload: Workload, seconds: float | None = 1.0, warmup: float = 0.1, **changes: Any
-) -> Trial:
-    """One that took ``seconds`` an environment step."""
-    outcome = Outcome.OK if seconds else Outcome.CRASHED
-    fields = {"seconds_per_env_step": seconds, "warmup_seconds": warmup, "compile_seconds": 10.0}
-    measurement = Measurement(hardware=machine, workload=workload, outcome=outcome, **fields)
-    given = dict.fromkeys(("predicted_uncalibrated", "predicted_base", "predicted", "temperature", "elapsed"), 1.0)
-    return Trial(number=number, role="annealed", changes=changes, config={}, measurement=measurement, predicted_use=(), **given)
-
-
-def test_a_comparison_has_the_rivals_that_there_is_time_for(machine: Hardware, threaded: Workload) -> None:
-    def made(*warmups: float) -> list[Trial]:
-        return [trial(number, machine, threaded, warmup=warmup) for number, warmup in enumerate(warmups)]
-
-    schedule, longer = (comparison.Schedule(0.4, budget, up=False) for budget in (300.0, 3000.0))
-    up = schedule._replace(up=True)
-    quick, slow, fewest = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0), comparison.MIN_ROUNDS
-    assert schedule.plan(quick, 40.0) == (2, fewest)  # 21 s until all are up, 1.2 s a round
-    assert schedule.plan(quick, 38.0) == (1, fewest), "one rival less is rather done without"
-    assert schedule.plan(quick, 1.0) == (1, fewest), "whatever is left"
-    assert schedule.plan(slow, 150.0) == (2, comparison.LONG_ROUNDS)
-    assert schedule.plan(slow, 100.0) == (1, comparison.LONG_ROUNDS)
-    assert longer.plan(slow, 1000.0) == (2, fewest)
-    assert schedule.reserved(quick) == pytest.approx(3 * 6.0 + 3.0 + fewest * 1.2)
-    assert up.reserved(quick) == pytest.approx(2 * 6.0 + 3.0 + fewest * 1.2)
-    assert up.plan(quick, 34.0) == (2, fewest), "the start is up already"
-    alone = schedule.reserved(slow[:1])
-    assert alone == pytest.approx(2 * 6.0 + 3.0 + comparison.LONG_ROUNDS * (22.0 + 11.0)), "one that is worth finding is faster"
-    more = made(0.1, 0.1, 0.1, 0.1, 0.1)
-    assert schedule.reserved(more) == schedule.reserved(quick), "two have time kept for them"
-    assert schedule.plan(more, 64.0)[0] == 4
-    assert schedule.plan(more, 55.0)[0] == 3, "27 s until all are up and to finish, and 1.6 s a round"
-    assert alone < 120.0 < 300.0 - 60.0, "of five minutes a start whose bursts take 22 s leaves time for trials"
-
-
 def test_staleness_has_a_price_and_ties_go_to_small_queues(threaded: Workload, machine: Hardware) -> None:
     rates = hardware_rates(machine)
     an_update = STALENESS_PRICE / 20
@@ -259,52 +222,6 @@ def test_a_tuning_of_threads_is_never_worse_than_the_start(tuned: tuner.TuneResu
     before, after = tuned.start.to_dict(), tuned.config.to_dict()
     assert all(before[name] == after[name] for name in ("network", "train", "env", "seed"))
     assert tuned.predicted["batch_staleness"] is not None
-
-
-@pytest.mark.parametrize(("peak", "device_peak", "rivals"), [(1.0, 1.0, 4), (2.0, 1.0, 2), (1.0, 3.0, 1), (7.0, 1.0, 0)])
-def test_what_is_compared_fits_into_memory_side_by_side(
-    machine: Hardware, threaded: Workload, peak: float, device_peak: float, rivals: int
-) -> None:
-    gpu = dataclasses.replace(machine, platform="gpu")  # 8 GiB of both
-    trials = [trial(number, gpu, threaded, warmup=0.1) for number in range(5)]
-    held = {"peak_bytes": peak * 2**30, "device_peak_bytes": device_peak * 2**30}
-    trials = [dataclasses.replace(t, measurement=dataclasses.replace(t.measurement, **held)) for t in trials]
-    found = comparison.finalists(trials, lambda t: t.number, lambda _: 0.0)
-    assert len(found) == (4 if rivals else 0), "what does not fit beside the start cannot be compared with it"
-    if found:
-        assert comparison.Schedule(0.4, 300.0, up=False).plan([trials[0], *found], 200.0)[0] == rivals
-
-
-def test_a_rival_beats_the_start_with_all_that_both_pay(machine: Hardware, threaded: Workload) -> None:
-    def ran(*seconds: float, queue: float = 2.0) -> Measurement:
-        workload = dataclasses.replace(threaded, batch_queue_size=queue)
-        return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, repeats=seconds)
-
-    def chosen(base: Measurement, *rivals: Measurement) -> int | None:
-        return comparison.choose(base, rivals, lambda m: 0.001 * m.workload.batch_queue_size, lambda _: 1.0)
-
-    start = ran(*[1.0] * 15)
-    assert chosen(start, ran(*[0.95] * 15)) == 0
-    assert chosen(start, ran(*[0.95] * 15, queue=64.0)) is None, "a twentieth faster is not worth 62 updates"
-    assert chosen(ran(*[1.0] * 15, queue=64.0), ran(*[0.99] * 15)) == 0
-    assert chosen(start, ran(*[0.9] * 15), ran(*[0.85] * 15, queue=100.0)) == 0
-    assert chosen(dataclasses.replace(start, outcome=Outcome.CRASHED, repeats=()), ran(*[0.5] * 15)) is None
-    lucky, slower = ran(*[0.85] * 8, *[1.05] * 7), ran(*[1.2] * 15)  # p = 0.04
-    assert chosen(start, lucky) == 0
-    assert chosen(start, slower, lucky, slower, slower) is None, "one of four is as lucky in one comparison of seven"
-
-
-def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded: Workload) -> None:
-    def tried(number: int, seconds: float | None, queue: float) -> Trial:
-        return trial(number, machine, dataclasses.replace(threaded, batch_queue_size=queue), seconds, q=queue)
-
-    def pay(measurement: Measurement) -> float:
-        return cost(measurement, machine, Limits(np.inf, np.inf, STALENESS_PRICE / 20))
-
-    trials = [tried(0, 1.0, 2), tried(1, 0.5, 64), tried(2, 0.505, 1), tried(3, None, 1), tried(4, 0.6, 2)]
-    found = comparison.finalists(trials, lambda t: t.changes["q"], pay)
-    assert [t.number for t in found] == [2, 1, 4]  # a hundredth faster is not worth 63 updates
-    assert pay(trials[3].measurement) == np.inf
 
 
 def test_measurements_of_other_versions_are_set_apart(
