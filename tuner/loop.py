@@ -133,7 +133,8 @@ class _Tuning:
         an_update = task.staleness_price / start.train.target_period
         key, goal = jax.random.key(task.seed), task.goal.kept_to(start)
         self.proposer = Proposer(self.space, self.hardware, taught, key, an_update, goal)
-        self.levels = Levels(start, self.hardware, folder, self.progress.say)
+        levels = self.space.options("precision.level")
+        self.levels = Levels(start, self.hardware, folder, self.progress.say, choices=levels)
         self.anchor = self.progress.enter(Anchor(hardware=self.hardware, say=self.progress.say))
         self.ending = Ending(task, self.proposer, self.levels, self.most, self.anchor, self.elapsed)
 

@@ -216,6 +216,39 @@ def test_a_level_is_examined_where_it_is_better_in_what_is_minimised(
     assert levels.newly_refused(trials, lambda trial: price[trial.changes["precision.level"]]) == ["O2"]
 
 
+def test_levels_are_examined_together_and_told_apart(
+    trials: list[Trial], machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def quickly(config: Config, levels: list[str], **how: Any) -> dict[str, Drift]:
+        asked.append(levels)
+        return measure_drift(config, levels, seconds=0.2, examples=16, **how)
+
+    monkeypatch.setattr(tuner.levels, "measure_drift", quickly)
+    start, said, choices = Config.from_dict(trials[0].config), [], ("O0", "O1", "O2")
+    levels = Levels(start, machine, TuneDir(tmp_path), said.append, choices=choices)
+    levels.newly_refused(trials, seconds_of)
+    assert asked == [["O1", "O2"]], "O1 is faster, and O2 is looked at while it is"
+    assert [(drift.level, drift.speedup, drift.failure) for drift in levels.drifts] == [("O1", 1.5, None), ("O2", None, None)]
+    assert [line.split()[1].rstrip(":") for line in said] == ["O1", "O1", "O2"]
+    trials[2] = dataclasses.replace(trials[2], measurement=dataclasses.replace(trials[2].measurement, seconds_per_env_step=1e-5))
+    levels.newly_refused(trials, seconds_of)
+    assert len(asked) == 1
+    assert TuneDir(tmp_path).drifts() == list(levels.drifts)
+
+
+def test_one_that_failed_beside_the_one_that_was_asked_for_is_examined_again(
+    trials: list[Trial], machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner.drift, "Worker", DyingWorker)
+    levels = Levels(Config.from_dict(trials[0].config), machine, TuneDir(tmp_path), lambda _: None, choices=("O0", "O1", "O2"))
+    assert levels.newly_refused(trials, seconds_of) == ["O1"]
+    assert [drift.level for drift in levels.drifts] == ["O1"]
+    trials[2] = dataclasses.replace(trials[2], measurement=dataclasses.replace(trials[2].measurement, seconds_per_env_step=1e-5))
+    assert levels.newly_refused(trials, seconds_of) == ["O2"]
+
+
 def test_an_accepted_level_is_trusted_and_the_users_own_is_not_examined(
     trials: list[Trial], machine: Hardware, tmp_path: Path
 ) -> None:
