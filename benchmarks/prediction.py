@@ -80,7 +80,7 @@ def measure(repeats: int, batch: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from predictor import RuntimePredictor, base_log_seconds, hardware_rates, log_seconds, stack
+    from predictor import RuntimePredictor, stack
 
     def fit_seconds(count: int, seed: int) -> float:
         measurements = make_measurements(count, seed)
@@ -94,20 +94,18 @@ def measure(repeats: int, batch: int) -> dict[str, Any]:
     figures["fit_seconds_warm_64"] = statistics.median(fit_seconds(64 - i, i + 1) for i in range(3))
 
     rows = make_measurements(min(batch, 1024), 1)
-    few, rates = stack([m.workload for m in rows]), hardware_rates(rows[0].hardware)
+    few, hardware = stack([m.workload for m in rows]), rows[0].hardware
     candidates = jax.device_put(jax.tree.map(lambda x: np.resize(x, (batch, *x.shape[1:])), few))
-    params = RuntimePredictor().params._replace(
-        shrinkage=np.float32(0.5), limit=np.float32(1.0)
-    )  # the network is evaluated, whatever it says
-    for name, function in (("base", base_log_seconds), ("graph_network", log_seconds)):
-        score = jax.jit(function)
+    params = RuntimePredictor().params._replace(shrinkage=np.float32(0.5), limit=np.float32(1.0))
+    predictor = RuntimePredictor(params)  # its network is evaluated, whatever it says
+    for name, score in (("base", predictor.base_log_seconds), ("graph_network", predictor.log_seconds)):
         start = time.perf_counter()
-        jax.block_until_ready(score(params, candidates, rates))
+        jax.block_until_ready(score(candidates, hardware))
         figures[f"{name}_compile_seconds"] = time.perf_counter() - start
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
-            jax.block_until_ready(score(params, candidates, rates))
+            jax.block_until_ready(score(candidates, hardware))
             times.append(time.perf_counter() - start)
         figures[f"{name}_candidates_per_second"] = batch / statistics.median(times)
     limit = product_rate(10) / multiply_adds(params.network)

@@ -96,6 +96,14 @@ def test_intervals_hold_what_is_measured(fitted: RuntimePredictor, family: Famil
     assert narrow < 0.5 * before
 
 
+def test_it_scores_the_same_within_another_program(fitted: RuntimePredictor, family: Family, hardware: Hardware) -> None:
+    assert fitted.params.shrinkage > 0, "the network is heard"
+    batch = stack(family(16, 70))
+    traced = jax.jit(lambda workload: fitted.log_seconds(workload, hardware))(batch)
+    np.testing.assert_allclose(fitted.log_seconds(batch, hardware), traced, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(traced, score(fitted.params, batch, hardware_rates(hardware)), rtol=0, atol=2e-5)
+
+
 def test_more_measurements_do_not_compile_again(fitted: RuntimePredictor, family: Family, measure: Measure) -> None:
     scores = jax.jit(log_seconds)
     batch = stack(family(14, 70))
