@@ -23,11 +23,10 @@ def machine_cpu_seconds() -> float | None:
 
     None where nobody tells. Counted in ticks, of a hundredth of a second as a rule.
     """
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-        own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    except (OSError, AttributeError):
+    counters = Path("/proc/stat")
+    if not counters.exists():  # not Linux
         return None
+    lines, own = counters.read_text().splitlines(), {f"cpu{core}" for core in os.sched_getaffinity(0)}
     rows = [[int(field) for field in numbers] for name, *numbers in map(str.split, lines) if name in own]
     # user, nice, system, idle, iowait, irq, softirq, steal; guests' time is part of the first two
     return sum(sum(row[:3]) + sum(row[5:8]) for row in rows) / os.sysconf("SC_CLK_TCK") if len(rows) == len(own) else None

@@ -312,7 +312,10 @@ def measure_timings(
     reference: Reference | None = None,
     say: Say | None = None,
 ) -> list[list[Measurement]]:
-    """The same of processes that are up, which stay alive; ``loop_counts`` of each beside its own."""
+    """The same of processes that are up, which stay alive; ``loop_counts`` of each beside its own.
+
+    ``say`` is told, in a line, where other programs disturbed them.
+    """
     wanted = [
         list(dict.fromkeys([timing.config.runtime.loop_count, *further]))
         for timing, further in zip(timings, loop_counts, strict=True)
