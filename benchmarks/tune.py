@@ -2,10 +2,12 @@
 
 Each is a ``muzerox tune`` of its own, with nothing measured and nothing compiled before, as on a machine that is new to it; with
 ``--used`` they share what each learns of the machine and compiles, one after the other, as on one that is tuned often. All starts
-and what their tunings made of them run in one alternation, in new processes; ``--long`` adds what a longer tuning ends with. The
-best known for a task is the fastest of them. ``ratio`` is tuned over start (below 1: tuning did harm), ``recovered`` the share of
-the way from the start to the best, in logarithms. Every trial is in the record: what was expected by the base as it comes, by the
-base with all that was learnt and by base and network, and what came.
+and what their tunings made of them run in alternation, twice, in new processes; ``--long`` adds what a longer tuning ends with.
+The best known for a task is the fastest of them, chosen by either half and judged by the other. ``ratio`` is tuned over start
+(below 1: tuning did harm), ``recovered`` the share of the way from the start to the best, in logarithms,
+``recovered_of_luckiest`` the same where the best is chosen and judged by the same rounds, as in all records before 2026-11-28's
+last. Every trial is in the record: what was expected by the base as it comes, by the base with all that was learnt and by base
+and network, and what came.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ def tune_once(start: Any, budget: str, out: Path, home: Path) -> tuple[Any, dict
     return result, {
         "same_configuration": result.config == result.start,
         "ratio_in_tuning": result.speedup,
+        "interval_in_tuning": result.interval,
         "seconds": result.seconds,
         "balance": result.balance,
         "allocation": result.config.to_dict()["allocation"],
@@ -91,35 +94,67 @@ def tune_once(start: Any, budget: str, out: Path, home: Path) -> tuple[Any, dict
 
 
 def compare(results: Sequence[Any], further: Sequence[Any], rounds: int, minutes: float) -> list[dict[str, Any]]:
-    """Of each tuning its start, what it made of it and the fastest there is among all and ``further``'s, in one alternation.
+    """Of each tuning its start, what it made of it and the fastest there is among all and ``further``'s, in alternation.
 
-    Of threads, a round of all can take minutes: after FEWEST_ROUNDS none begins that would end after so many ``minutes``.
+    Twice, half the rounds each, in processes of their own. Of threads, a round of all can take minutes: after FEWEST_ROUNDS
+    none begins that would end after so many ``minutes``.
     """
     from predictor import Outcome
-    from tuner.measure import measure_in_alternation, paired_ratio
+    from tuner.measure import measure_in_alternation
 
     ends = [result.config for result in (*results, *further)]
     configs = list({repr(config): config for config in (*(result.start for result in results), *ends)}.values())
-    until = time.monotonic() + 60.0 * minutes
-    found = measure_in_alternation(configs, hardware=results[0].hardware, rounds=rounds, fewest=FEWEST_ROUNDS, until=until)
-    failed = [f"{one.outcome}: {one.error}" for one in found if one.outcome != Outcome.OK]
-    if failed:
-        sys.exit(f"comparing: {failed[0]}")
-    measured = dict(zip(map(repr, configs), found, strict=True))
-    best = max(found, key=lambda one: paired_ratio(one, found[0]))
+    place = {repr(config): i for i, config in enumerate(configs)}
+    began, halves = time.monotonic(), []
+    for half in (1, 2):
+        until = began + 30.0 * half * minutes
+        limits = {"rounds": -(-rounds // 2), "fewest": FEWEST_ROUNDS, "until": until}
+        found = measure_in_alternation(configs, hardware=results[0].hardware, **limits)
+        failed = [f"{one.outcome}: {one.error}" for one in found if one.outcome != Outcome.OK]
+        if failed:
+            sys.exit(f"comparing: {failed[0]}")
+        halves.append([list(one.repeats) for one in found])
+    pairs = [(place[repr(result.start)], place[repr(result.config)]) for result in results]
+    return [{**row, "rounds": sum(len(half[0]) for half in halves)} for row in judge(halves, pairs)]
+
+
+def judge(halves: Sequence[Sequence[Sequence[float]]], pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """How much of what there was to gain each of ``pairs``, a start and what was made of it, has gained.
+
+    The fastest of many processes is the luckiest too: chosen and judged by the same rounds, it seems faster than it is. The best
+    known is chosen by either of the ``halves`` and judged by the other, in other processes, and the two are averaged
+    (cross-fitting); by the luckiest, by all rounds at once, the share is told as well.
+
+    Args:
+      halves: of each configuration the seconds an environment step of its rounds, which are paired.
+    """
+    import numpy as np
+
+    every = [[*first, *second] for first, second in zip(*halves, strict=True)]
+
+    def logs(half: Sequence[Sequence[float]], start: int) -> Any:
+        """[C], how many times as fast as ``start`` each is, as logarithms."""
+        seconds = np.log(half)
+        return np.median(seconds[start] - seconds, axis=1)
+
+    fastest = [int(np.argmax(logs(half, 0))) for half in halves]
+    luckiest = int(np.argmax(logs(every, 0)))
     rows = []
-    for result in results:
-        base, ours = measured[repr(result.start)], measured[repr(result.config)]
-        ratio, there_is = paired_ratio(ours, base), paired_ratio(best, base)
+    for start, tuned in pairs:
+        by_half, by_all = [logs(half, start) for half in halves], logs(every, start)
+        there_is = float(np.mean([judged[best] for judged, best in zip(by_half, reversed(fastest), strict=True)]))
+        gained = float(np.mean([judged[tuned] for judged in by_half]))
+        most = float(by_all[luckiest])
+        speeds = {name: 1.0 / statistics.median(every[which]) for name, which in (("start", start), ("tuned", tuned))}
         rows.append(
             {
-                "start_env_steps_per_second": base.env_steps_per_second,
-                "tuned_env_steps_per_second": ours.env_steps_per_second,
-                "best_env_steps_per_second": best.env_steps_per_second,
-                "ratio": ratio,
-                "best_over_start": there_is,
-                "rounds": len(base.repeats),
-                "recovered": math.log(ratio) / math.log(there_is) if there_is > NOTHING else None,
+                **{f"{name}_env_steps_per_second": speed for name, speed in speeds.items()},
+                "best_env_steps_per_second": speeds["start"] * math.exp(there_is),
+                "ratio": math.exp(gained),
+                "best_over_start": math.exp(there_is),
+                "recovered": gained / there_is if there_is > math.log(NOTHING) else None,
+                "luckiest_over_start": math.exp(most),
+                "recovered_of_luckiest": float(by_all[tuned]) / most if most > math.log(NOTHING) else None,
             }
         )
     return rows
@@ -128,12 +163,12 @@ def compare(results: Sequence[Any], further: Sequence[Any], rounds: int, minutes
 def show(rows: dict[str, Any]) -> None:
     """The table at the end."""
     table = Table(title="steps/s in alternation")
-    for column in ("task and start", "start", "tuned", "best known", "tuned/start", "best/start", "recovered", "trials"):
+    for column in ("task and start", "start", "tuned", "tuned/start", "best/start", "recovered", "of the luckiest", "trials"):
         table.add_column(column, justify="left" if column.startswith("task") else "right")
     for name, row in rows.items():
-        speeds = [f"{row[f'{which}_env_steps_per_second']:,.0f}" for which in ("start", "tuned", "best")]
-        recovered = "-" if row["recovered"] is None else f"{row['recovered']:.0%}"
-        table.add_row(name, *speeds, f"{row['ratio']:.2f}", f"{row['best_over_start']:.2f}", recovered, str(len(row["trials"])))
+        speeds = [f"{row[f'{which}_env_steps_per_second']:,.0f}" for which in ("start", "tuned")]
+        shares = ["-" if row[name] is None else f"{row[name]:.0%}" for name in ("recovered", "recovered_of_luckiest")]
+        table.add_row(name, *speeds, f"{row['ratio']:.2f}", f"{row['best_over_start']:.2f}", *shares, str(len(row["trials"])))
     make_console().print(table)
 
 

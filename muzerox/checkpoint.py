@@ -75,7 +75,7 @@ def _late_reads_silenced() -> Iterator[None]:
 
     orbax closes its event loop at the first read that fails. Each of the others then prints a traceback at any later
     time, so the silence stays when the block fails: tensorstore's threads when they find the loop closed, and asyncio
-    when it drops a task that had already failed.
+    when it drops a task, or what a task waited for, that had already failed.
     """
     before = sys.unraisablehook
     tasks = logging.getLogger("asyncio")
@@ -85,7 +85,7 @@ def _late_reads_silenced() -> Iterator[None]:
             before(unraisable)
 
     def keep(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("Task exception was never retrieved")
+        return "exception was never retrieved" not in record.getMessage()
 
     sys.unraisablehook = hook
     tasks.addFilter(keep)

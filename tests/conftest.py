@@ -7,14 +7,24 @@ from pathlib import Path
 
 import pytest
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported; XLA_FLAGS when it first compiles
 
 import jax
 
 from muzerox.compilation import enable_cache
 
+DEVICES = "--xla_force_host_platform_device_count=2"
+# Programs of tests run for milliseconds and compile for seconds, two thirds as long with XLA's older emitters. Slow tests, which
+# learn, compile as users do. XLA ends a process that names a flag it has not, so that this is for the version it was tried with.
+QUICKLY = "--xla_cpu_use_fusion_emitters=false" if jax.__version__.startswith("0.10.") else ""
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What XLA is told, here and in subprocesses, before anything is compiled; flags that were given have the last word."""
+    flags = [DEVICES] if config.option.markexpr == "slow" else [DEVICES, QUICKLY]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -143,10 +143,13 @@ def _headline(seen: View) -> Iterator[Markup]:
     ratios = paired_ratios(start, ours)
     low, high = np.percentile(ratios, [25, 75])
     speeds = [m.env_steps_per_second or 0.0 for m in (ours, start)]
+    others = (
+        "" if result.interval is None else ", nine times in ten {:.2f}x to {:.2f}x in other processes".format(*result.interval)
+    )
     yield page.paragraph(
-        f"{where}: tuned, it trains {result.speedup:.2f}x as fast as from the start, {speeds[0]:,.0f} against {speeds[1]:,.0f} "
-        f"environment steps/s, measured in alternation; half of the {len(ratios)} paired rounds lie between {low:.2f}x and "
-        f"{high:.2f}x.",
+        f"{where}: tuned, it trains {result.speedup:.2f}x as fast as from the start{others}: {speeds[0]:,.0f} against "
+        f"{speeds[1]:,.0f} environment steps/s, measured in alternation; half of the {len(ratios)} paired rounds lie between "
+        f"{low:.2f}x and {high:.2f}x.",
         "lead",
     )
     wins = sum(ratio > 1.0 for ratio in ratios)

@@ -119,7 +119,8 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if start is not None and ours is not None and start.seconds_per_env_step and ours.seconds_per_env_step:
         rows["default"] = f"{1 / start.seconds_per_env_step:,.0f} environment steps/s"
-        tuned = f"{1 / ours.seconds_per_env_step:,.0f} environment steps/s, {result.speedup:.2f}x, in alternation"
+        sure = "" if result.interval is None else " (90%: {:.2f} to {:.2f})".format(*result.interval)
+        tuned = f"{1 / ours.seconds_per_env_step:,.0f} environment steps/s, {result.speedup:.2f}x{sure}, in alternation"
         tuned = tuned if result.compared else "the default: nothing was compared with it"
         rows["tuned"] = tuned if len(result.history) > 1 else "the default: there was no time to measure another; give it more"
         predicted = result.predicted["env_steps_per_second"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from predictor import Hardware, Measurement
 from tuner.bridge import Config, UserError
+from tuner.comparison import speedup_interval
 from tuner.drift import Drift
 from tuner.history import Trial
 
@@ -38,6 +39,12 @@ class TuneResult:
         """Whether anything was measured in alternation with the start; else it is told as it was measured first."""
         return self.start_measurement is not None and self.start_measurement != self.history[0].measurement
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Where the speedup of trainings lies nine times in ten; None where the start stayed or was compared with nothing."""
+        start, ours = self.start_measurement, self.measurement
+        return None if start is None or ours is None or self.speedup == 1.0 else speedup_interval(ours, start)
+
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints and result.json holds: plain values."""
         start, ours = self.start_measurement, self.measurement
@@ -45,6 +52,7 @@ class TuneResult:
             "out": self.out,
             "finished": self.finished,
             "speedup": self.speedup,
+            "speedup_interval": self.interval,
             "objective": self.objective,
             "gain": self.gain,
             "start_env_steps_per_second": start.env_steps_per_second if start else None,

@@ -81,12 +81,14 @@ from muzerox.checkpoint import _late_reads_silenced
 async def read(error):
     raise error
 
-def drop_a_failed_task(error):
+def drop_what_failed(error):
     loop = asyncio.new_event_loop()
     task = loop.create_task(read(error))
     loop.call_later(0.01, loop.stop)
     loop.run_forever()
-    del task
+    waited_for = loop.create_future()
+    waited_for.set_exception(error)
+    del task, waited_for
     loop.close()
 
 try:
@@ -97,7 +99,7 @@ try:
             raise ValueError
 except ValueError:
     pass
-drop_a_failed_task(ValueError("bytes out of range"))
+drop_what_failed(ValueError("bytes out of range"))
 """
 
 
@@ -105,6 +107,7 @@ drop_a_failed_task(ValueError("bytes out of range"))
 def test_a_read_that_nobody_waits_for_is_silent_only_after_a_failure(ended: str, lines: int, world: Path) -> None:
     _, _, stderr = run(world, sys.executable, "-c", LATE_READS, ended)
     assert stderr.count("Task exception was never retrieved") == lines, stderr
+    assert stderr.count("Future exception was never retrieved") == lines, stderr
 
 
 def test_missing_item_names_the_step_to_go_back_to(copy: Path, world: Path, capsys: pytest.CaptureFixture[str]) -> None:

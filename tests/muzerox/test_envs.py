@@ -261,7 +261,8 @@ def test_truncated_at_the_limit(cartpole: Environment) -> None:
     np.testing.assert_array_equal(timestep.final_observation, expected.final_observation)
     np.testing.assert_array_equal(timestep.final_observation, [last.x, last.x_dot, last.theta, last.theta_dot])
     assert state.time == 0  # the next episode has begun
-    np.testing.assert_array_equal(timestep.observation, [state.x, state.x_dot, state.theta, state.theta_dot])
+    # A compiler may compute them twice, with another last bit.
+    np.testing.assert_allclose(timestep.observation, [state.x, state.x_dot, state.theta, state.theta_dot], rtol=1e-5)
     assert not np.array_equal(timestep.observation, timestep.final_observation)
     assert np.abs(timestep.observation).max() <= 0.05  # CartPole starts near the middle
     _, timestep = looped(jax.random.key(3), state, jnp.int32(0))

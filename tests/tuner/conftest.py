@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,6 +39,27 @@ TINY = {
     "train.unroll_steps": 1,
     "train.td_steps": 4,
 }
+
+
+@pytest.fixture(scope="session")
+def load_benchmark() -> Callable[[str], ModuleType]:
+    """``load_benchmark(name)``: a script of ``benchmarks/`` as a module, under another name, for one is ``predictor.py``."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"{name}_benchmark", folder / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        before = list(sys.path)
+        sys.path.append(str(folder))  # for what scripts share; behind the packages
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.path[:] = before
+        return module
+
+    return load
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner import comparison
-from tuner.comparison import clearly_faster
+from tuner.comparison import clearly_faster, speedup_interval
 from tuner.history import Trial
 from tuner.objective import STALENESS_PRICE, Limits, cost
 
@@ -135,3 +135,35 @@ def test_luck_has_several_chances_and_several_tell_what_it_does(
     base, level = measured([1.0] * len(ours)), [measured(([1.0, 1.01, 0.99] * len(ours))[: len(ours)])] * 3
     assert clearly_faster([measured(ours)], base, 1.02) == [alone]
     assert clearly_faster([*level, measured(ours)], base, 1.02) == [False] * 3 + [of_four]
+
+
+def _rounds(seconds: np.ndarray, machine: Hardware, workload: Workload) -> Measurement:
+    return Measurement(hardware=machine, workload=workload, outcome=Outcome.OK, seconds_per_env_step=1.0, repeats=tuple(seconds))
+
+
+@pytest.mark.parametrize(("rounds", "of_a_round", "most"), [(25, 0.1, 0.94), (15, 0.06, 0.94), (4, 0.07, 0.98)])
+def test_other_processes_lie_in_the_interval_nine_times_in_ten(
+    machine: Hardware, threaded: Workload, rounds: int, of_a_round: float, most: float
+) -> None:
+    """Of few rounds more often: their spread is taken for no less than what is usual."""
+    rng, inside = np.random.default_rng(0), []
+    for _ in range(1000):
+        offsets = rng.normal(0.0, comparison._OF_A_PROCESS, 4)  # two of each configuration: compared, and to come
+        base, ours = np.exp(rng.normal(0.0, of_a_round / np.sqrt(2), (2, rounds)) + offsets[:2, None]) / [[1.0], [1.2]]
+        low, high = speedup_interval(*(_rounds(seconds, machine, threaded) for seconds in (ours, base)))
+        inside.append(low < 1.2 * np.exp(offsets[2] - offsets[3]) < high)
+    assert 0.86 < np.mean(inside) < most
+
+
+def test_an_interval_is_around_the_ratio_and_narrower_with_rounds(machine: Hardware, threaded: Workload) -> None:
+    def interval(ratios: list[float]) -> tuple[float, float]:
+        ours = _rounds(1.0 / np.array(ratios), machine, threaded)
+        return speedup_interval(ours, _rounds(np.ones(len(ratios)), machine, threaded))
+
+    few, many = interval([1.1, 1.2, 1.3]), interval([1.1, 1.2, 1.3] * 8)
+    for low, high in (few, many):
+        assert low * high == pytest.approx(1.2**2)  # as far on both sides, in logarithms
+        assert low < 1.2 < high
+    assert few[0] < many[0]
+    even = interval([1.2] * 25)
+    assert even[1] / even[0] == pytest.approx(np.exp(2 * 1.645 * 2 * 0.015)), "processes differ, however even the rounds are"

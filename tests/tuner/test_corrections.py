@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -175,18 +174,11 @@ def test_columns_of_one_resource_move_together() -> None:
 
 
 @pytest.fixture(scope="module")
-def simulated() -> Any:
-    """The benchmark's module."""
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    before = list(sys.path)
-    sys.path.append(folder)
-    try:
-        yield importlib.import_module("balance")
-    finally:
-        sys.path[:] = before
+def simulated(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("balance")
 
 
-def test_three_corrections_settle_a_simulated_machine(simulated: Any) -> None:
+def test_three_corrections_settle_a_simulated_machine(simulated: ModuleType) -> None:
     """Of three pipelines, from a quarter to four times the cores and memory, under every division of the accelerators."""
     for case in simulated.draw(seed=6, count=3):
         machine = simulated.Machine(case)

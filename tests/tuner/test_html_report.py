@@ -192,6 +192,8 @@ def test_its_figures_are_those_of_the_records(either: Made) -> None:
     start, ours = result.start_measurement, result.measurement
     assert start is not None
     assert ours is not None
+    assert result.interval is not None
+    assert "nine times in ten {:.2f}x to {:.2f}x in other processes".format(*result.interval) in text
     low, high = np.percentile(paired_ratios(start, ours), [25, 75])
     assert f"half of the 9 paired rounds lie between {low:.2f}x and {high:.2f}x" in text
     assert page.count("circle", "round") == 9

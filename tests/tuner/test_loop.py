@@ -115,6 +115,11 @@ def test_the_tuned_configuration_is_complete_and_the_folder_tells(tuned: tuner.T
     assert (folder / "tuning.png").read_bytes().startswith(b"\x89PNG")
     told = json.loads((folder / "result.json").read_text())
     assert told["speedup"] == tuned.speedup
+    if tuned.speedup == 1.0:
+        assert told["speedup_interval"] is None
+    else:
+        low, high = told["speedup_interval"]
+        assert low < tuned.speedup < high
     assert Measurement.from_dict(told["measurement"]) == tuned.measurement
     assert TuneDir(folder).trials() == list(tuned.history)
 
