@@ -30,7 +30,7 @@ from tuner.live import Progress
 from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, patience
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
-from tuner.proposer import COLDEST, NOTHING, Proposer, role_of, temperature_of
+from tuner.proposer import COLDEST, NOTHING, Proposer, temperature_of
 from tuner.result import TuneResult, parse_budget
 from tuner.task import Task
 from tuner.workload import describe
@@ -219,13 +219,13 @@ class _Tuning:
                 self._learn()
                 return True
         while (point := self.proposer.propose(number)) is not None:
-            cold = temperature == COLDEST and role_of(number) == "annealed"  # what it teaches few trials would use
+            cold = temperature == COLDEST and self.proposer.role_of(number) == "annealed"  # what it teaches few trials would use
             if cold and min(left, AHEAD) * self.proposer.expected_gain(point) < NOTHING:
                 self.progress.say("no further trial is expected to gain anything")
                 return False
             config, use = self._allocate(self.task.start.replace(self.space.decode(point)), temperature)
             if self._fresh(config):
-                self._measure(config, use, role_of(number), temperature=temperature)
+                self._measure(config, use, self.proposer.role_of(number), temperature=temperature)
                 self._learn()
                 return True
             self.proposer.cover(point)  # with the cores it would be given, it is a point that was measured

@@ -51,7 +51,7 @@ svg .curve { stroke: var(--blue); stroke-width: 1.5; fill: none; } svg circle { 
 svg .predicted { fill: var(--blue); } svg .chosen { fill: var(--green); }
 svg .measured { fill: none; stroke: var(--orange); stroke-width: 2; }
 svg .baseline { fill: var(--text); } svg .annealed { fill: var(--blue); } svg .random { fill: var(--orange); }
-svg .shared { fill: var(--teal); } svg .other { fill: var(--soft); }
+svg .shared { fill: var(--teal); } svg .varied { fill: var(--before); } svg .other { fill: var(--soft); }
 svg line.interval { stroke-width: 1.5; stroke-opacity: .5; stroke: var(--soft); }
 """)
 

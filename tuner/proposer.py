@@ -25,6 +25,10 @@ REHEAT = 0.3  # of the temperature that chains start at, when they go on: what w
 # One trial in so many is drawn at random: the predictor would never see what it thinks is bad. Few are: of 212 in 81 recorded
 # tunings none was among the four fastest of its own, and they had 0.45 of the best's speed (median).
 RANDOM_EVERY = 10
+# One in so many moves a knob that no trial has moved: what the start's choice of it costs is taken for what everything costs, for
+# no trial tells them apart. Where a second core was worth a tenth less than expected, one of six tunings from two cores tried no
+# other in 15 trials. The first comes early, before much is built on what may be wrong.
+VARIED_EVERY, VARIED_FIRST = 5, 4
 COOLING, COLDEST = 0.8, 0.05  # of the outer temperature: what a round takes of it, and where it stays
 CURIOSITY = 1.0  # standard deviations that a trial's seconds are taken to be better than expected
 _FAILED = 2.0  # times the seconds of the slowest that ran: what one that failed counts as, so that its like are shunned
@@ -34,11 +38,6 @@ NOTHING = 0.01  # a difference of this share is not worth measuring
 
 Point = tuple[int, ...]
 _energy = jax.jit(energy)
-
-
-def role_of(number: int) -> str:
-    """How trial ``number`` (the baseline is 0) is chosen: ``annealed`` or ``random``."""
-    return "random" if number % RANDOM_EVERY == 0 else "annealed"
 
 
 def temperature_of(number: int) -> float:
@@ -85,6 +84,24 @@ class Proposer:
             found = np.where(np.isfinite(found), found, np.maximum(predicted, slowest) + math.log(_FAILED))
             self._residual = make_residual(self.space, [point for point, _ in known], found - predicted)
 
+    def role_of(self, number: int) -> str:
+        """How trial ``number`` (the baseline is 0) is chosen: ``annealed``, ``random``, or ``varied`` while a knob is unmoved."""
+        if number % RANDOM_EVERY == 0:
+            return "random"
+        return "varied" if number % VARIED_EVERY == VARIED_FIRST and self._as_ever() else "annealed"
+
+    def _as_ever(self) -> list[Point]:
+        """A pattern of all points at which each knob that was never moved stays; none where all were, or nothing was measured.
+
+        Knobs aside that one process times at many choices, and those that hardly matter.
+        """
+        tried = np.array([point for point, _ in self._known] or [self.space.start])
+        unmoved = [
+            len(options) > 1 and knob.cost != "live" and not knob.fine and len(set(column)) == 1
+            for knob, options, column in zip(self.space.knobs, self.space.choices, tried.T, strict=True)
+        ]
+        return [tuple(np.where(unmoved, tried[0], ANY).tolist())] if any(unmoved) else []
+
     def cover(self, point: Point) -> None:
         """A point that is not to be proposed, for it would be measured as another one was."""
         self._covered.append(point)
@@ -101,8 +118,8 @@ class Proposer:
         """What is minimised, of a measured configuration; infinite where it failed."""
         return cost(measurement, self.hardware, self.limits)
 
-    def _arguments(self, curiosity: float | None = None) -> tuple[Any, ...]:
-        """What the energy takes beside points."""
+    def _arguments(self, curiosity: float | None = None, shunned: Sequence[Point] = ()) -> tuple[Any, ...]:
+        """What the energy takes beside points; ``shunned`` are not to be proposed, nor what was measured or covered."""
         curious = jnp.float32(self.curiosity if curiosity is None else curiosity)
         return (
             self.predictor.params.heard(),
@@ -110,7 +127,7 @@ class Proposer:
             self.space.base,
             self.space.tables(),
             self.limits._replace(curiosity=curious),
-            excluded(self.space, [*(point for point, _ in self._known), *self._covered]),
+            excluded(self.space, [*(point for point, _ in self._known), *self._covered, *shunned]),
             self._residual,
         )
 
@@ -132,8 +149,10 @@ class Proposer:
 
         None when every feasible point was.
         """
-        key = jax.random.fold_in(self._key, number)
-        if role_of(number) == "random":
+        key, role = jax.random.fold_in(self._key, number), self.role_of(number)
+        if role == "varied" and (point := self._varied(key)) is not None:
+            return point
+        if role == "random":
             points = np.asarray(jax.random.uniform(key, (_DRAWN, len(self.space.sizes))) * self.space.sizes[None, :], np.int32)
             energies = np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf)
         else:
@@ -148,6 +167,16 @@ class Proposer:
             )
             self._chains = np.asarray(found.current)
             points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
+        index = int(np.argmin(energies))
+        return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
+
+    def _varied(self, key: jax.Array) -> Point | None:
+        """The point of least energy that moves what no trial has moved; None where that is not feasible."""
+        starts = np.full((CHAINS, len(self.space.sizes)), -1, np.int32)
+        starts[::2] = self._best()[0]
+        arguments = self._arguments(shunned=self._as_ever())
+        found = anneal.run(key, energy, self.space.sizes, chains=CHAINS, initial=starts, heat=1.0, args=arguments)
+        points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
         index = int(np.argmin(energies))
         return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
 

@@ -24,6 +24,7 @@ _COLORS = {
     "baseline": "black",
     "annealed": "tab:blue",
     "random": "tab:orange",
+    "varied": "tab:olive",
     "shared": "tab:cyan",
     "balanced": "tab:purple",
 }

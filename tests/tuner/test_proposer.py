@@ -13,7 +13,7 @@ import pytest
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
 from tuner.objective import ANY, every_point_with
-from tuner.proposer import COLDEST, COOLING, NOTHING, RANDOM_EVERY, Point, Proposer, role_of, temperature_of
+from tuner.proposer import COLDEST, COOLING, NOTHING, RANDOM_EVERY, VARIED_FIRST, Point, Proposer, temperature_of
 from tuner.residual import evaluate
 from tuner.space import Space, knobs_up_to, make_space, workloads
 
@@ -90,13 +90,54 @@ def test_it_ends_when_every_process_was_measured_or_covered(space: Space, machin
 
 
 def test_one_in_so_many_is_drawn_at_random(space: Space, machine: Hardware, measured: Measure) -> None:
-    assert [role_of(number) for number in range(1, 11)].count("random") == 10 // RANDOM_EVERY
+    roles = [make(space, machine).role_of(number) for number in range(1, 1 + RANDOM_EVERY)]
+    assert roles.count("random") == 1
     learnt = []
     for seed in range(6):
         learnt.append(make(space, machine, seed))
         learnt[-1].learn([(space.start, measured(space.start))])
     drawn, annealed = ({proposer.propose(number) for proposer in learnt} for number in (RANDOM_EVERY, 1))
     assert len(drawn) > len(annealed)
+
+
+def _moved(space: Space, knobs: list[int]) -> Point:
+    """The start, with the next choice of each of ``knobs``."""
+    choices = zip(space.start, space.sizes, strict=True)
+    return tuple((choice + (knob in knobs)) % int(size) for knob, (choice, size) in enumerate(choices))
+
+
+def test_a_knob_that_was_never_moved_is_moved(space: Space, machine: Hardware, measured: Measure) -> None:
+    """Of least energy of those that move it; once every knob was moved such trials are like others."""
+    coarse = [i for i, knob in enumerate(space.knobs) if knob.cost != "live" and not knob.fine]
+    assert len(coarse) > 1
+    stays, moves = coarse[0], coarse[1:]
+
+    proposer = make(space, machine)
+    known = [space.start, _moved(space, moves)]
+    proposer.learn([(point, measured(point)) for point in known])
+    assert proposer.role_of(VARIED_FIRST) == "varied"
+    point = proposer.propose(VARIED_FIRST)
+    assert point is not None
+    assert point[stays] != space.start[stays]
+    everywhere = np.array([p for p in np.ndindex(*space.sizes) if p[stays] != space.start[stays]])
+    assert proposer.energies(np.array([point]))[0] == pytest.approx(proposer.energies(everywhere).min(), abs=1e-5)
+    proposer.learn([(p, measured(p)) for p in (*known, point)])
+    assert proposer.role_of(VARIED_FIRST) == "annealed"
+    assert proposer.propose(VARIED_FIRST) is not None
+
+
+def test_where_what_was_never_moved_cannot_be_it_is_annealed(space: Space, machine: Hardware, measured: Measure) -> None:
+    proposer = make(space, machine)
+    stays = next(i for i, knob in enumerate(space.knobs) if knob.cost != "live" and not knob.fine)
+    others = [i for i in range(len(space.sizes)) if i != stays]
+    known = [space.start, _moved(space, others)]
+    proposer.learn([(point, measured(point)) for point in known])
+    for point in np.ndindex(*space.sizes):
+        if point[stays] != space.start[stays]:
+            proposer.cover(point)
+    point = proposer.propose(VARIED_FIRST)
+    assert point is not None
+    assert point[stays] == space.start[stays]
 
 
 def test_what_failed_is_never_the_best(space: Space, machine: Hardware, measured: Measure) -> None:
