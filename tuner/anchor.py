@@ -1,6 +1,6 @@
 """A process that stays alive beside what is measured after it, which is told as of when the first was measured.
 
-Between its bursts it is stopped, and disturbs nobody. In the end it is what the best is compared with.
+Between its bursts it is stopped, and disturbs nobody.
 
 Machines that others share are slower by a half for minutes, and two measurements one after the other differ by a tenth; in
 alternation with one and the same process they differ by half of that (docs/tuning.md).
@@ -25,7 +25,6 @@ class Anchor:
     def __init__(self, *, hardware: Hardware, say: Callable[[str], None]):
         self._hardware, self._say = hardware, say
         self._timing: Timing | None = None
-        self._kept = False  # it is alive, as far as is known
         self._reference: Reference | None = None  # the same process while others are measured beside it
 
     def __enter__(self) -> Anchor:
@@ -36,7 +35,7 @@ class Anchor:
 
     def close(self) -> None:
         """Ends the process; it may have ended before."""
-        self._kept, self._reference = False, None
+        self._reference = None
         if self._timing is not None:
             self._timing.worker.stop()
 
@@ -61,18 +60,6 @@ class Anchor:
             self.close()
         return self._reference
 
-    @property
-    def is_up(self) -> bool:
-        """Whether the process is alive, as far as is known."""
-        return self._kept and self._timing is not None and self._timing.failure is None and self._timing.worker.is_alive
-
-    def timed_anew(self) -> Timing | None:
-        """The process, as if nothing had been timed in it; None where it is not up."""
-        if not self.is_up or self._timing is None:
-            return None
-        self._timing.forget()
-        return self._timing
-
     def _start(self, config: Config, timeout: float) -> Timing:
         self._timing = Timing(config, hardware=self._hardware, timeout=timeout)
         self._timing.wait()
@@ -86,10 +73,9 @@ class Anchor:
 
     def _keep(self, timing: Timing, known: Measurement) -> None:
         then = known.seconds_per_env_step
-        if then is None or not self._suits(known) or timing.failure is not None:
+        # The shortest of its bursts is a cycle of acting and learning, which it made to warm up.
+        quick = timing.ready.get("warmup_seconds", math.inf) <= _LONGEST_BURST
+        if then is None or timing.failure is not None or not quick or not self._suits(known):
             self.close()
             return
-        self._kept = True
-        # The shortest of its bursts is a cycle of acting and learning, which it made to warm up.
-        if timing.ready.get("warmup_seconds", math.inf) <= _LONGEST_BURST:
-            self._reference = Reference(timing, then)
+        self._reference = Reference(timing, then)

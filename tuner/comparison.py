@@ -14,7 +14,7 @@ from scipy.special import stdtr
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config
 from tuner.history import Trial
-from tuner.measure import Timing, measure_in_alternation, paired_ratio
+from tuner.measure import measure_in_alternation, paired_ratio
 
 LUCK = 0.05  # how often one that is no faster than the start may be chosen all the same
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change
@@ -64,7 +64,6 @@ class Schedule(NamedTuple):
 
     burst: float  # seconds of a timed burst, about
     budget: float  # seconds of the tuning
-    up: bool  # the start's process is alive
 
     def reserved(self, trials: Sequence[Trial]) -> float:
         """Seconds to keep for comparing the best of ``trials`` with the start, or one that is yet to be found."""
@@ -100,7 +99,7 @@ class Schedule(NamedTuple):
         bursts = [max(self.burst, m.warmup_seconds or 0.0) for m in measured]
         if len(trials) == 1:
             ready, bursts = 2 * ready, [bursts[0], max(self.burst, _RIVAL * bursts[0])]
-        return sum(ready[1:] if self.up else ready) + _FINISHING, sum(bursts)
+        return sum(ready) + _FINISHING, sum(bursts)
 
 
 def _fit_together(trials: Sequence[Trial]) -> bool:
@@ -125,7 +124,6 @@ def compare(
     timeout: float,
     price: Price,
     rent: Price,
-    up: Timing | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Measures ``rivals`` against ``start``, all alive, burst by burst. With what they pay, one must be clearly faster.
@@ -136,7 +134,6 @@ def compare(
       timeout: seconds that compiling, or a burst, may take.
       rent: what a second of a configuration counts as.
       price: what it pays beside, as a share of its time.
-      up: a process of the start, which stays up.
       say: is told where other programs disturbed it.
     """
     until = time.monotonic() + left - _FINISHING
@@ -148,7 +145,6 @@ def compare(
         until=until,
         seconds=seconds,
         timeout=timeout,
-        up=up,
         say=say,
     )
     chosen = choose(base, measured, price, rent)

@@ -54,7 +54,7 @@ class Ending:
         return self._schedule().reserved([trials[0], *self._finalists(trials)])
 
     def _schedule(self) -> Schedule:
-        return Schedule(self._task.burst, self._task.budget, up=self._anchor.is_up)
+        return Schedule(self._task.burst, self._task.budget)
 
     def _finalists(self, trials: Sequence[Trial]) -> list[Trial]:
         trusted, space = self._levels.trusted(trials), self._task.space
@@ -70,6 +70,8 @@ class Ending:
         measured, left = [start, *finalists], task.budget - self._elapsed()
         rivals, fewest = self._schedule().plan(measured, left)
         task.progress.say(f"comparing the best {rivals} with the start in alternation, at least {fewest} rounds")
+        # In a process of its own, as young as its rivals': one that stood still for minutes may be slower, and they seem faster.
+        self._anchor.close()
         # The start as it was measured: with every core and all the memory it asked for.
         configs = [Config.from_dict(trial.config) for trial in measured[: 1 + rivals]]
         found = comparison.compare(
@@ -82,10 +84,8 @@ class Ending:
             timeout=patience(start.measurement.wall_seconds, max(self._compile_seconds(config) for config in configs)),
             price=self._proposer.price,
             rent=self._proposer.rent,
-            up=self._anchor.timed_anew(),
             say=task.progress.say,
         )
-        self._anchor.close()
         if found.base.outcome != Outcome.OK:
             why = f"{found.base.outcome}: {found.base.error}"
             return self._start_stays(trials, f"the start stays: it failed in the comparison, and nothing was compared ({why})")

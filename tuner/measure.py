@@ -85,10 +85,6 @@ class Timing:
         """Seconds that its bursts took so far."""
         return sum(burst["wall_seconds"] for burst in self.bursts.get(loop_count, []))
 
-    def forget(self) -> None:
-        """As if it had just begun, and was up at once: what it measures from now on is told alone."""
-        self.started, self.bursts = time.monotonic(), {}
-
     def _failed(self, failure: WorkerFailed) -> None:
         self.failure = failure
         self.worker.stop()  # one that hangs would disturb those that are timed beside it
@@ -214,18 +210,17 @@ def measure_in_alternation(
     until: float = math.inf,
     seconds: float = BURST_SECONDS,
     timeout: float = TIMEOUT,
-    up: Timing | None = None,
     say: Say | None = None,
 ) -> list[Measurement]:
     """Measures configurations against one another: all alive, one burst each a round, in an order that turns.
 
     ``repeats`` of the results are paired: the n-th of each belong to the same round. After ``fewest`` rounds none begins
-    that would end after ``until``, by ``time.monotonic()``, if it took as long as those before. ``up``: a process of the first
-    that is up already, and stays so. ``say`` is told where other programs disturbed them.
+    that would end after ``until``, by ``time.monotonic()``, if it took as long as those before. ``say`` is told where other
+    programs disturbed them.
     """
     bursts = Bursts(rounds, seconds, fewest=fewest, until=until)
     group = [(config, ()) for config in configs]
-    return [first for first, *_ in measure_group(group, bursts, hardware=hardware, timeout=timeout, up=up, say=say)]
+    return [first for first, *_ in measure_group(group, bursts, hardware=hardware, timeout=timeout, say=say)]
 
 
 def measure_beside(
@@ -281,25 +276,22 @@ def measure_group(
     hardware: Hardware,
     timeout: float = TIMEOUT,
     reference: Reference | None = None,
-    up: Timing | None = None,
     say: Say | None = None,
 ) -> list[list[Measurement]]:
     """The same of configurations that are each measured at further loop counts too, in their own processes.
 
     Args:
       group: configurations, and the loop counts beside their own.
-      up: a process of the first that is up already, and stays so.
 
     Returns:
       For each configuration its Measurement, and one for each further loop count.
     """
-    lent = [] if up is None else [up]
     ours: list[Timing] = []
     try:
-        for config, _ in group[len(lent) :]:
+        for config, _ in group:
             ours.append(Timing(config, hardware=hardware, timeout=timeout))
             ours[-1].wait()  # one after the other: two compilations at once would fight for the cores
-        return measure_timings([*lent, *ours], [counts for _, counts in group], bursts, reference, say)
+        return measure_timings(ours, [counts for _, counts in group], bursts, reference, say)
     finally:
         for timing in ours:
             timing.worker.stop()

@@ -91,7 +91,7 @@ class Proposer:
         return "varied" if number % VARIED_EVERY == VARIED_FIRST and self._as_ever() else "annealed"
 
     def _as_ever(self) -> list[Point]:
-        """A pattern of all points at which each knob that was never moved stays; none where all were, or nothing was measured.
+        """A pattern of all points at which each knob that was never moved stays; none where all were.
 
         Knobs aside that one process times at many choices, and those that hardly matter.
         """

@@ -10,7 +10,7 @@ import pytest
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.anchor import Anchor
 from tuner.bridge import Config
-from tuner.measure import HOPELESS_BURSTS, measure_config, measure_in_alternation
+from tuner.measure import HOPELESS_BURSTS, measure_config
 
 
 def known(machine: Hardware, workload: Workload, seconds: float, **fields: object) -> Measurement:
@@ -79,30 +79,13 @@ def test_threads_are_an_anchor_too(tiny_threads: Config, machine: Hardware) -> N
         assert first.seconds_per_env_step / 3 < other.seconds_per_env_step < first.seconds_per_env_step * 3
 
 
-def test_the_starts_process_is_compared_in_the_end(tiny: Config, machine: Hardware) -> None:
-    with Anchor(hardware=machine, say=nothing_ended) as anchor:
-        anchor.measure(tiny, **BURSTS, loop_counts=[])
-        process = anchor.timed_anew()
-        assert process is not None
-        assert process.bursts == {}, "what was timed hours ago is no part of it"
-        faster = tiny.replace("runtime.loop_count", 8)
-        base, other = measure_in_alternation([tiny, faster], hardware=machine, rounds=3, seconds=0.05, up=process)
-        assert base.workload.loop_count == tiny.runtime.loop_count
-        assert (len(base.repeats), len(other.repeats), other.workload.loop_count) == (3, 3, 8.0)
-        assert process.worker.is_alive, "it is not theirs to end"
-        process.worker.kill(signal.SIGKILL)
-        process.worker._process.wait()
-        assert not anchor.is_up
-        assert anchor.timed_anew() is None, "another has to be started"
-
-
-def test_whose_bursts_are_long_is_kept_for_the_end_alone(tiny: Config, machine: Hardware, workload: Workload) -> None:
+def test_whose_bursts_are_long_is_not_kept(tiny: Config, machine: Hardware, workload: Workload) -> None:
     with Anchor(hardware=machine, say=nothing_ended) as anchor:
         timing = anchor._start(tiny, 120.0)
         timing.ready["warmup_seconds"] = 2.0
         anchor._keep(timing, known(machine, workload, 1e-3))
         assert anchor.beside(tiny, known(machine, workload, 1e-3), 120.0) is None
-        assert anchor.is_up
+        assert not timing.worker.is_alive
 
 
 def test_the_anchor_is_what_the_start_is_measured_in(tiny: Config, machine: Hardware) -> None:

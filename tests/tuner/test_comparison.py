@@ -30,8 +30,7 @@ def test_a_comparison_has_the_rivals_that_there_is_time_for(machine: Hardware, t
     def made(*warmups: float) -> list[Trial]:
         return [trial(number, machine, threaded, warmup=warmup) for number, warmup in enumerate(warmups)]
 
-    schedule, longer = (comparison.Schedule(0.4, budget, up=False) for budget in (300.0, 3000.0))
-    up = schedule._replace(up=True)
+    schedule, longer = (comparison.Schedule(0.4, budget) for budget in (300.0, 3000.0))
     quick, slow, fewest = made(0.1, 0.1, 0.1), made(22.0, 5.0, 5.0), comparison.MIN_ROUNDS
     assert schedule.plan(quick, 40.0) == (2, fewest)  # 21 s until all are up, 1.2 s a round
     assert schedule.plan(quick, 38.0) == (1, fewest), "one rival less is rather done without"
@@ -40,8 +39,6 @@ def test_a_comparison_has_the_rivals_that_there_is_time_for(machine: Hardware, t
     assert schedule.plan(slow, 100.0) == (1, comparison.LONG_ROUNDS)
     assert longer.plan(slow, 1000.0) == (2, fewest)
     assert schedule.reserved(quick) == pytest.approx(3 * 6.0 + 3.0 + fewest * 1.2)
-    assert up.reserved(quick) == pytest.approx(2 * 6.0 + 3.0 + fewest * 1.2)
-    assert up.plan(quick, 34.0) == (2, fewest), "the start is up already"
     alone = schedule.reserved(slow[:1])
     assert alone == pytest.approx(2 * 6.0 + 3.0 + comparison.LONG_ROUNDS * (22.0 + 11.0)), "one that is worth finding is faster"
     more = made(0.1, 0.1, 0.1, 0.1, 0.1)
@@ -62,7 +59,7 @@ def test_what_is_compared_fits_into_memory_side_by_side(
     found = comparison.finalists(trials, lambda t: t.number, lambda _: 0.0)
     assert len(found) == (4 if rivals else 0), "what does not fit beside the start cannot be compared with it"
     if found:
-        assert comparison.Schedule(0.4, 300.0, up=False).plan([trials[0], *found], 200.0)[0] == rivals
+        assert comparison.Schedule(0.4, 300.0).plan([trials[0], *found], 200.0)[0] == rivals
 
 
 def test_a_rival_beats_the_start_with_all_that_both_pay(machine: Hardware, threaded: Workload) -> None:

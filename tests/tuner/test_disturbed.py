@@ -96,7 +96,7 @@ def test_it_waits_once_for_others_to_end(tiny: Config, machine: Hardware, monkey
         monkeypatch.setattr(ours.worker, "ask", lambda **_: {**facts, "others_seconds": 0.0})
         made = []
         for _ in range(4):
-            ours.forget()
+            ours.bursts = {}
             measure_timings([ours], [()], Bursts(3, 0.05), Reference(other, 1.0))
             made.append(len(ours.bursts[2]))
     assert made == [6, 3, 4, 6]
