@@ -45,6 +45,19 @@ def temperature_of(number: int) -> float:
     return float(max(COOLING ** (number - 1), COLDEST))
 
 
+def _least(points: np.ndarray, energies: np.ndarray) -> Point | None:
+    """Of points [C, D] the one of least energy [C]; None where none is finite."""
+    index = int(np.argmin(energies))
+    return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
+
+
+def _starts(best: Point, chains: np.ndarray | None) -> np.ndarray:
+    """[C, D]: every second chain starts at the best there is; others go on from where ``chains`` stood, or anywhere (-1)."""
+    starts = np.full((CHAINS, len(best)), -1, np.int32) if chains is None else chains.copy()
+    starts[::2] = best
+    return starts
+
+
 class Proposer:
     """Chooses points of a grid, one after the other, from what was measured of those before."""
 
@@ -150,35 +163,25 @@ class Proposer:
         None when every feasible point was.
         """
         key, role = jax.random.fold_in(self._key, number), self.role_of(number)
-        if role == "varied" and (point := self._varied(key)) is not None:
-            return point
         if role == "random":
             points = np.asarray(jax.random.uniform(key, (_DRAWN, len(self.space.sizes))) * self.space.sizes[None, :], np.int32)
-            energies = np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf)
-        else:
-            found = anneal.run(
-                key,
-                energy,
-                self.space.sizes,
-                chains=CHAINS,
-                initial=self._starts(self._best()[0]),
-                heat=1.0 if self._chains is None else REHEAT,
-                args=self._arguments(),
-            )
-            self._chains = np.asarray(found.current)
-            points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
-        index = int(np.argmin(energies))
-        return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
+            return _least(points, np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf))
+        best = self._best()[0]
+        if role == "varied":
+            points, energies, _ = self._anneal(key, _starts(best, None), 1.0, shunned=self._as_ever())
+            if (point := _least(points, energies)) is not None:  # what no trial has moved can be
+                return point
+        heat = 1.0 if self._chains is None else REHEAT
+        points, energies, self._chains = self._anneal(key, _starts(best, self._chains), heat)
+        return _least(points, energies)
 
-    def _varied(self, key: jax.Array) -> Point | None:
-        """The point of least energy that moves what no trial has moved; None where that is not feasible."""
-        starts = np.full((CHAINS, len(self.space.sizes)), -1, np.int32)
-        starts[::2] = self._best()[0]
-        arguments = self._arguments(shunned=self._as_ever())
-        found = anneal.run(key, energy, self.space.sizes, chains=CHAINS, initial=starts, heat=1.0, args=arguments)
-        points, energies = np.asarray(found.chain_best), np.asarray(found.chain_best_energy)
-        index = int(np.argmin(energies))
-        return tuple(int(x) for x in points[index]) if np.isfinite(energies[index]) else None
+    def _anneal(
+        self, key: jax.Array, starts: np.ndarray, heat: float, shunned: Sequence[Point] = ()
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The best of each chain [C, D], its energy [C], and where the chains end [C, D]."""
+        arguments = self._arguments(shunned=shunned)
+        found = anneal.run(key, energy, self.space.sizes, chains=CHAINS, initial=starts, heat=heat, args=arguments)
+        return np.asarray(found.chain_best), np.asarray(found.chain_best_energy), np.asarray(found.current)
 
     def expected_gain(self, point: Point) -> float:
         """By how much measuring a point is expected to lower the log of the least cost that is expected of what was measured.
@@ -220,12 +223,6 @@ class Proposer:
             return any(all(choice in (ANY, own) for choice, own in zip(p, point, strict=True)) for p in patterns)
 
         return [known for known in self._known if not refused(known[0])] or self._known
-
-    def _starts(self, best: Point) -> np.ndarray:
-        """[C, D]: every second chain starts at the best there is, the others go on from where they stood."""
-        starts = np.full((CHAINS, len(best)), -1, np.int32) if self._chains is None else self._chains.copy()
-        starts[::2] = best
-        return starts
 
     def further_loop_counts(self, point: Point) -> list[int]:
         """Other loop counts to be timed in the process that measures a point: the one expected to be best.

@@ -23,7 +23,7 @@ def _halves(rng: np.random.Generator, speeds: np.ndarray, of_a_process: float, o
     ]
 
 
-def test_exact_rounds_give_exact_shares(bench):
+def test_exact_rounds_give_exact_shares(bench: ModuleType) -> None:
     seconds = [[1.0] * 3, [0.8] * 3, [0.5] * 3]  # the start, what its tuning made of it, and the best known
     (row,) = bench.judge([seconds, seconds], [(0, 1)])
     assert row["ratio"] == pytest.approx(1.25)
@@ -32,13 +32,13 @@ def test_exact_rounds_give_exact_shares(bench):
     assert row["best_env_steps_per_second"] == pytest.approx(2.0)
 
 
-def test_where_nothing_is_faster_there_is_nothing_to_recover(bench):
+def test_where_nothing_is_faster_there_is_nothing_to_recover(bench: ModuleType) -> None:
     (row,) = bench.judge([[[1.0] * 3, [0.97] * 3]] * 2, [(0, 1)])
     assert row["recovered"] is None
     assert row["recovered_of_luckiest"] is None
 
 
-def test_luck_is_not_taken_for_what_there_was_to_gain(bench):
+def test_luck_is_not_taken_for_what_there_was_to_gain(bench: ModuleType) -> None:
     rng = np.random.default_rng(0)
     speeds = np.r_[1.0, np.full(7, 1.2)]  # all tunings found what is equally fast
     rows = [bench.judge(_halves(rng, speeds, 0.03, 0.1), [(0, 1)])[0] for _ in range(1000)]
