@@ -13,7 +13,7 @@ import pytest
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
 from tuner.objective import ANY, every_point_with
-from tuner.proposer import COLDEST, COOLING, NOTHING, RANDOM_EVERY, VARIED_FIRST, Point, Proposer, temperature_of
+from tuner.proposer import COLDEST, COOLING, NOTHING, RANDOM_EVERY, VARIED_FIRST, Point, Proposer, _starts, temperature_of
 from tuner.residual import evaluate
 from tuner.space import Space, knobs_up_to, make_space, workloads
 
@@ -176,7 +176,7 @@ def test_chains_go_on_from_where_they_stood(space: Space, machine: Hardware, mea
     assert first is not None
     stood = proposer._chains
     assert stood is not None
-    starts = proposer._starts(first)
+    starts = _starts(first, stood)
     np.testing.assert_array_equal(starts[1::2], stood[1::2])
     assert (starts[::2] == np.array(first)).all()
 
