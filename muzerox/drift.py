@@ -137,10 +137,12 @@ def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]
     Returns:
       policy_kl: KL(base || other) of the policies in nats, means over sequences by position, the root first.
       policy_kl_max: of any sequence and position.
-      value_error, reward_error: mean absolute differences by position, as shares of ``value_spread``: a search adds rewards and
-        values. Of positions that no sequence has, there is nothing.
+      value_error: mean absolute differences by position, as shares of ``value_spread``. Of positions that no sequence has, there
+        is nothing.
       value_spread: standard deviation of the base's values; at least ``LEAST_SPREAD`` of their root mean square, and of that of
         the rewards that were summed up, so that values that are all the same have one.
+      reward_error: likewise, as shares of ``value_spread`` or of the standard deviation of the rewards that were received, the
+        larger: a search compares their sums, and at first values say nothing yet.
       policy_learnt: KL of the base's policies from the uniform one over legal actions, mean: 0 of what has learnt nothing.
       actions_agree: share of roots where searches with one key choose the same action.
       weights_differ: total variation of their improved policies, mean. (KL would be infinite where a visit moves.)
@@ -163,6 +165,8 @@ def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]
     floors = (_rms(values), _rms(np.asarray(batch.partial_return)[inside]))
     spread = max(float(np.std(values)), *(LEAST_SPREAD * x for x in floors), 1e-9)
     value = np.abs(base.value.astype(np.float64) - other.value)
+    received = np.asarray(batch.reward, np.float64)[inside[:, :-1]]
+    reward_spread = max(spread, float(np.std(received)) if received.size else 0.0)
     reward = np.abs(base.reward.astype(np.float64) - other.reward)
     a, b = base.gradient.astype(np.float64), other.gradient.astype(np.float64)
     length = max(float(np.linalg.norm(a)), float(base.gradient_noise), 1e-300)
@@ -170,7 +174,7 @@ def compare(base: Numbers, other: Numbers, replayed: Replayed) -> dict[str, Any]
         "policy_kl": _by_position(kl, inside),
         "policy_kl_max": float(np.max(kl, where=inside, initial=0.0)),
         "value_error": [x / spread for x in _by_position(value, inside)],
-        "reward_error": [x / spread for x in _by_position(reward, inside[:, :-1])],
+        "reward_error": [x / reward_spread for x in _by_position(reward, inside[:, :-1])],
         "value_spread": spread,
         "policy_learnt": _learnt(base, replayed),
         "actions_agree": float(np.mean(base.action == other.action)),

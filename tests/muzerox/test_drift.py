@@ -134,6 +134,8 @@ def test_a_levels_drift_is_what_its_numbers_say(base: Numbers, narrow: Numbers, 
     kept = base.value[inside].tolist()
     mean = sum(kept) / len(kept)
     spread = max(rms([x - mean for x in kept]), 0.1 * rms(kept), 0.1 * rms(batch.partial_return[inside].tolist()))
+    rewards = batch.reward[inside[:, :-1]].tolist()
+    reward_spread = max(spread, rms([x - sum(rewards) / len(rewards) for x in rewards]))
     found = compare(base, narrow, played[1].replayed)
     assert found["value_spread"] == pytest.approx(spread)
     largest = 0.0
@@ -147,7 +149,7 @@ def test_a_levels_drift_is_what_its_numbers_say(base: Numbers, narrow: Numbers, 
         assert found["value_error"][k] == pytest.approx(sum(errors) / len(there) / spread)
         if k < positions - 1:  # the step from position k
             errors = [abs(float(base.reward[b, k]) - float(narrow.reward[b, k])) for b in there]
-            assert found["reward_error"][k] == pytest.approx(sum(errors) / len(there) / spread)
+            assert found["reward_error"][k] == pytest.approx(sum(errors) / len(there) / reward_spread)
     assert found["policy_kl_max"] == pytest.approx(largest)
     assert largest > 0
     moved = np.abs(base.weights.astype(float) - narrow.weights).sum(1) / 2
@@ -224,6 +226,19 @@ def test_values_that_are_all_the_same_have_a_spread(base: Numbers, played: tuple
     found = compare(same, off, played[1].replayed)
     assert found["value_spread"] == pytest.approx(1.0)
     assert found["value_error"] == pytest.approx([0.125] * len(found["value_error"]))
+
+
+def test_rewards_that_differ_more_than_values_are_their_own_measure(base: Numbers, played: tuple[EnvSpec, Learnt]) -> None:
+    """As early in a game's training, when no value says yet who wins."""
+    replayed = played[1].replayed
+    batch = replayed.batch
+    counted = ~(batch.absorbing | batch.unknown)[:, :-1]
+    won = np.zeros_like(batch.reward)
+    won[counted] = np.arange(counted.sum()) % 2 * 2.0 - 1.0  # as often as lost
+    off = base._replace(reward=base.reward + np.float32(0.01))
+    found = compare(base, off, replayed._replace(batch=batch.replace(reward=won)))
+    assert found["value_spread"] < 0.5
+    assert found["reward_error"] == pytest.approx([0.01] * len(found["reward_error"]), rel=0.01)
 
 
 def test_what_is_not_finite_is_said(base: Numbers, played: tuple[EnvSpec, Learnt]) -> None:
