@@ -14,8 +14,9 @@ import jax
 from muzerox.compilation import enable_cache
 
 DEVICES = "--xla_force_host_platform_device_count=2"
-# Programs of tests run for milliseconds and compile for seconds, two thirds as long with XLA's older emitters. Slow tests, which
-# learn, compile as users do. XLA ends a process that names a flag it has not, so that this is for the version it was tried with.
+# Programs of tests run for milliseconds and compile for seconds, 0.7 as long with XLA's older emitters. Slow tests, which learn,
+# compile as users do; processes that they start and kill do not. XLA ends a process that names a flag it has not: this is for the
+# version it was tried with.
 QUICKLY = "--xla_cpu_use_fusion_emitters=false" if jax.__version__.startswith("0.10.") else ""
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -23,8 +24,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_configure(config: pytest.Config) -> None:
     """What XLA is told, here and in subprocesses, before anything is compiled; flags that were given have the last word."""
-    flags = [DEVICES] if config.option.markexpr == "slow" else [DEVICES, QUICKLY]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+    given, slow = os.environ.get("XLA_FLAGS", "").replace(QUICKLY, ""), config.option.markexpr == "slow"  # a worker has ours
+    os.environ["XLA_FLAGS"] = " ".join([DEVICES, *([] if slow else [QUICKLY]), given])
+    if slow:
+        jax.devices()  # this process has read them
+        os.environ["XLA_FLAGS"] = " ".join([DEVICES, QUICKLY, given])
+
+
+@pytest.fixture
+def compiling_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subprocesses of a test whose figures are of compiled programs."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(QUICKLY, ""))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,7 +27,8 @@ REHEAT = 0.3  # of the temperature that chains start at, when they go on: what w
 RANDOM_EVERY = 10
 # One in so many moves a knob that no trial has moved: what the start's choice of it costs is taken for what everything costs, for
 # no trial tells them apart. Where a second core was worth a tenth less than expected, one of six tunings from two cores tried no
-# other in 15 trials. The first comes early, before much is built on what may be wrong.
+# other in 15 trials, and two of four when the knob was left to the predictor, which took split and engine. The first comes early,
+# before much is built on what may be wrong.
 VARIED_EVERY, VARIED_FIRST = 5, 4
 COOLING, COLDEST = 0.8, 0.05  # of the outer temperature: what a round takes of it, and where it stays
 CURIOSITY = 1.0  # standard deviations that a trial's seconds are taken to be better than expected
@@ -106,14 +107,19 @@ class Proposer:
     def _as_ever(self) -> list[Point]:
         """A pattern of all points at which each knob that was never moved stays; none where all were.
 
-        Knobs aside that one process times at many choices, and those that hardly matter.
+        Knobs aside that one process times at many choices, and those that hardly matter. Where cores never moved it is of them
+        alone: what a second core is worth is the machine's and not the program's, so that other machines say least of it.
         """
         tried = np.array([point for point, _ in self._known] or [self.space.start])
-        unmoved = [
-            len(options) > 1 and knob.cost != "live" and not knob.fine and len(set(column)) == 1
-            for knob, options, column in zip(self.space.knobs, self.space.choices, tried.T, strict=True)
-        ]
-        return [tuple(np.where(unmoved, tried[0], ANY).tolist())] if any(unmoved) else []
+        unmoved = np.array(
+            [
+                len(options) > 1 and knob.cost != "live" and not knob.fine and len(set(column)) == 1
+                for knob, options, column in zip(self.space.knobs, self.space.choices, tried.T, strict=True)
+            ]
+        )
+        cores = unmoved & np.array([knob.path == "allocation.cores" for knob in self.space.knobs])
+        stay = cores if cores.any() else unmoved
+        return [tuple(np.where(stay, tried[0], ANY).tolist())] if stay.any() else []
 
     def cover(self, point: Point) -> None:
         """A point that is not to be proposed, for it would be measured as another one was."""

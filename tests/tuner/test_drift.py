@@ -129,6 +129,7 @@ def test_damaged_parameters_are_refused(learnt: tuple[Config, EnvSpec, Learnt]) 
 
 
 @pytest.mark.slow(70)
+@pytest.mark.usefixtures("compiling_as_users_do")
 @pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "pgx:tic_tac_toe", "gymnax:Breakout-MinAtar", "gymnasium:CartPole-v1"])
 def test_the_levels_that_ship_are_accepted(env: str, machine: Hardware) -> None:
     config = Config.preset(env).replace("precision.level", "O0")

@@ -126,6 +126,24 @@ def test_a_knob_that_was_never_moved_is_moved(space: Space, machine: Hardware, m
     assert proposer.propose(VARIED_FIRST) is not None
 
 
+def test_of_what_was_never_moved_cores_go_first(space: Space, machine: Hardware, measured: Measure) -> None:
+    """However good the predictor thinks the others."""
+    (cores,) = (
+        dataclasses.replace(knob, choices=(1, 2)) for knob in knobs_up_to("neutral", "anakin") if knob.path == "allocation.cores"
+    )
+    knobs = [*space.knobs, cores]
+    start = {knob.path: knob.choices[-1] for knob in knobs}
+    wider = make_space(knobs, start, space.base, lambda *_: True, 4096, math.inf)
+    proposer = make(wider, machine)
+    proposer.learn([(wider.start, measured(wider.start[:-1]))])
+    point = proposer.propose(VARIED_FIRST)
+    assert point is not None
+    assert point[-1] != wider.start[-1]
+    moved = _moved(wider, [len(knobs) - 1])
+    proposer.learn([(p, measured(p[:-1])) for p in (wider.start, moved)])
+    assert proposer.role_of(VARIED_FIRST) == "varied", "others have not moved yet"
+
+
 def test_where_what_was_never_moved_cannot_be_it_is_annealed(space: Space, machine: Hardware, measured: Measure) -> None:
     proposer = make(space, machine)
     stays = next(i for i, knob in enumerate(space.knobs) if knob.cost != "live" and not knob.fine)
