@@ -31,7 +31,8 @@ class Limits(NamedTuple):
         searches               1.0%      5.2%                      1.2%      1.1%
         gradients              2.2%      7.8%                      2.3%       13%
 
-    Each alone may miss what 8 bits do; values missed none of it.
+    Each alone may miss what 8 bits do; values missed none of it. (Rewards as shares of the spread of values alone, as they were
+    until O1 was refused for 2.3% of what tic_tac_toe's values were after 176 updates.)
     """
 
     # Nats. By Pinsker's inequality 2% of the probability moves at the most.
