@@ -27,8 +27,8 @@ REHEAT = 0.3  # of the temperature that chains start at, when they go on: what w
 RANDOM_EVERY = 10
 # One in so many moves a knob that no trial has moved: what the start's choice of it costs is taken for what everything costs, for
 # no trial tells them apart. Where a second core was worth a tenth less than expected, one of six tunings from two cores tried no
-# other in 15 trials, and two of three when the knob was left to the predictor. The first comes early, before much is built on what
-# may be wrong.
+# other in 15 trials, and two of three when the knob was left to the predictor. The first comes early, before much is built on
+# what may be wrong.
 VARIED_EVERY, VARIED_FIRST = 5, 4
 COOLING, COLDEST = 0.8, 0.05  # of the outer temperature: what a round takes of it, and where it stays
 CURIOSITY = 1.0  # standard deviations that a trial's seconds are taken to be better than expected
