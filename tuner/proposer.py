@@ -105,10 +105,10 @@ class Proposer:
         return "varied" if number % VARIED_EVERY == VARIED_FIRST and self._as_ever() else "annealed"
 
     def _as_ever(self) -> list[Point]:
-        """A pattern of all points at which each knob that was never moved stays; none where all were.
+        """Patterns, in their order, of all points at which knobs that were never moved stay; none where all were.
 
-        Knobs aside that one process times at many choices, and those that hardly matter. Where cores never moved it is of them
-        alone: what a second core is worth is the machine's and not the program's, so that other machines say least of it.
+        Of cores alone, if they are one: what a second is worth is the machine's and not the program's, so that other machines say
+        least of it. Then of all of them. Knobs aside that one process times at many choices, and those that hardly matter.
         """
         tried = np.array([point for point, _ in self._known] or [self.space.start])
         unmoved = np.array(
@@ -118,8 +118,8 @@ class Proposer:
             ]
         )
         cores = unmoved & np.array([knob.path == "allocation.cores" for knob in self.space.knobs])
-        stay = cores if cores.any() else unmoved
-        return [tuple(np.where(stay, tried[0], ANY).tolist())] if stay.any() else []
+        patterns = [tuple(np.where(stay, tried[0], ANY).tolist()) for stay in (cores, unmoved) if stay.any()]
+        return list(dict.fromkeys(patterns))
 
     def cover(self, point: Point) -> None:
         """A point that is not to be proposed, for it would be measured as another one was."""
@@ -174,9 +174,10 @@ class Proposer:
             return _least(points, np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf))
         best = self._best()[0]
         if role == "varied":
-            points, energies, _ = self._anneal(key, _starts(best, None), 1.0, shunned=self._as_ever())
-            if (point := _least(points, energies)) is not None:  # what no trial has moved can be
-                return point
+            for pattern in self._as_ever():
+                points, energies, _ = self._anneal(key, _starts(best, None), 1.0, shunned=[pattern])
+                if (point := _least(points, energies)) is not None:  # what no trial has moved can be
+                    return point
         heat = 1.0 if self._chains is None else REHEAT
         points, energies, self._chains = self._anneal(key, _starts(best, self._chains), heat)
         return _least(points, energies)

@@ -139,6 +139,13 @@ def test_of_what_was_never_moved_cores_go_first(space: Space, machine: Hardware,
     point = proposer.propose(VARIED_FIRST)
     assert point is not None
     assert point[-1] != wider.start[-1]
+    for other in np.ndindex(*wider.sizes):
+        if other[-1] != wider.start[-1]:
+            proposer.cover(other)
+    point = proposer.propose(VARIED_FIRST)
+    assert point is not None, "where another number cannot be, other knobs are moved"
+    assert point[-1] == wider.start[-1]
+    assert any(point[i] != wider.start[i] for i, knob in enumerate(knobs) if knob.cost != "live")
     moved = _moved(wider, [len(knobs) - 1])
     proposer.learn([(p, measured(p[:-1])) for p in (wider.start, moved)])
     assert proposer.role_of(VARIED_FIRST) == "varied", "others have not moved yet"
