@@ -2,12 +2,13 @@
 
 Each is a ``muzerox tune`` of its own, with nothing measured and nothing compiled before, as on a machine that is new to it; with
 ``--used`` they share what each learns of the machine and compiles, one after the other, as on one that is tuned often. All starts
-and what their tunings made of them run in alternation, twice, in new processes; ``--long`` adds what a longer tuning ends with.
-The best known for a task is the fastest of them, chosen by either half and judged by the other. ``ratio`` is tuned over start
-(below 1: tuning did harm), ``recovered`` the share of the way from the start to the best, in logarithms,
-``recovered_of_luckiest`` the same where the best is chosen and judged by the same rounds, as in all records before 2026-11-28's
-last. Every trial is in the record: what was expected by the base as it comes, by the base with all that was learnt and by base
-and network, and what came.
+and what their tunings made of them run in alternation, ``--processes`` times anew, for processes of one program differ by more
+than medians of rounds do; ``--long`` adds what a longer tuning ends with. The best known for a task is the fastest of them,
+chosen by all processes but those that judge it. ``ratio`` is tuned over start (below 1: tuning did harm), ``recovered`` the share
+of the way from the start to the best, in logarithms, ``recovered_error`` its standard error, by leaving out one set of processes
+after the other, ``recovered_of_luckiest`` the share where the best is chosen and judged by the same rounds, as in all records
+before 2026-11-28's last. Every trial is in the record: what was expected by the base as it comes, by the base with all that was
+learnt and by base and network, and what came.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,11 @@ def tune_once(start: Any, budget: str, out: Path, home: Path) -> tuple[Any, dict
     }
 
 
-def compare(results: Sequence[Any], further: Sequence[Any], rounds: int, minutes: float) -> list[dict[str, Any]]:
+def compare(results: Sequence[Any], further: Sequence[Any], processes: int, rounds: int, minutes: float) -> list[dict[str, Any]]:
     """Of each tuning its start, what it made of it and the fastest there is among all and ``further``'s, in alternation.
 
-    Twice, half the rounds each, in processes of their own. Of threads, a round of all can take minutes: after FEWEST_ROUNDS
-    none begins that would end after so many ``minutes``.
+    So many ``processes`` of each, one after the other, share the ``rounds``. Of threads, a round of all can take minutes: a
+    process that has had its part of the ``minutes`` begins none, but for the first FEWEST_ROUNDS.
     """
     from predictor import Outcome
     from tuner.measure import measure_in_alternation
@@ -105,54 +106,63 @@ def compare(results: Sequence[Any], further: Sequence[Any], rounds: int, minutes
     ends = [result.config for result in (*results, *further)]
     configs = list({repr(config): config for config in (*(result.start for result in results), *ends)}.values())
     place = {repr(config): i for i, config in enumerate(configs)}
-    began, halves = time.monotonic(), []
-    for half in (1, 2):
-        until = began + 30.0 * half * minutes
-        limits = {"rounds": -(-rounds // 2), "fewest": FEWEST_ROUNDS, "until": until}
+    began, sets = time.monotonic(), []
+    for number in range(1, 1 + processes):
+        until = began + 60.0 * minutes * number / processes
+        limits = {"rounds": -(-rounds // processes), "fewest": FEWEST_ROUNDS, "until": until}
         found = measure_in_alternation(configs, hardware=results[0].hardware, **limits)
         failed = [f"{one.outcome}: {one.error}" for one in found if one.outcome != Outcome.OK]
         if failed:
             sys.exit(f"comparing: {failed[0]}")
-        halves.append([list(one.repeats) for one in found])
+        sets.append([list(one.repeats) for one in found])
     pairs = [(place[repr(result.start)], place[repr(result.config)]) for result in results]
-    return [{**row, "rounds": sum(len(half[0]) for half in halves)} for row in judge(halves, pairs)]
+    how = {"rounds": sum(len(one[0]) for one in sets), "processes": processes}
+    return [{**row, **how} for row in judge(sets, pairs)]
 
 
-def judge(halves: Sequence[Sequence[Sequence[float]]], pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+def judge(sets: Sequence[Sequence[Sequence[float]]], pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """How much of what there was to gain each of ``pairs``, a start and what was made of it, has gained.
 
-    The fastest of many processes is the luckiest too: chosen and judged by the same rounds, it seems faster than it is. The best
-    known is chosen by either of the ``halves`` and judged by the other, in other processes, and the two are averaged
-    (cross-fitting); by the luckiest, by all rounds at once, the share is told as well.
+    The fastest of many processes is the luckiest too: chosen and judged by the same rounds, it seems faster than it is. For each
+    of the ``sets`` the best known is chosen by all others and judged by that one, and the sets are averaged (cross-fitting); by
+    the luckiest, by all rounds at once, the share is told as well.
 
     Args:
-      halves: of each configuration the seconds an environment step of its rounds, which are paired.
+      sets: two or more; in each, of one process of each configuration, the seconds an environment step of its rounds, which are
+        paired.
     """
     import numpy as np
 
-    every = [[*first, *second] for first, second in zip(*halves, strict=True)]
+    every = [[second for one in sets for second in one[which]] for which in range(len(sets[0]))]
 
-    def logs(half: Sequence[Sequence[float]], start: int) -> Any:
+    def logs(one: Sequence[Sequence[float]], start: int) -> Any:
         """[C], how many times as fast as ``start`` each is, as logarithms."""
-        seconds = np.log(half)
+        seconds = np.log(one)
         return np.median(seconds[start] - seconds, axis=1)
 
-    fastest = [int(np.argmax(logs(half, 0))) for half in halves]
+    def ways(start: int, tuned: int, among: Sequence[int]) -> tuple[float, float]:
+        """What was gained and what there was to gain by the sets ``among`` alone."""
+        told = np.stack([logs(sets[which], start) for which in among])
+        best = [int(np.argmax(np.delete(told, row, axis=0).mean(axis=0))) for row in range(len(told))]
+        return float(told[:, tuned].mean()), float(np.mean([row[fastest] for row, fastest in zip(told, best, strict=True)]))
+
     luckiest = int(np.argmax(logs(every, 0)))
+    numbers = range(len(sets))
     rows = []
     for start, tuned in pairs:
-        by_half, by_all = [logs(half, start) for half in halves], logs(every, start)
-        there_is = float(np.mean([judged[best] for judged, best in zip(by_half, reversed(fastest), strict=True)]))
-        gained = float(np.mean([judged[tuned] for judged in by_half]))
+        by_all = logs(every, start)
+        gained, there_is = ways(start, tuned, numbers)
         most = float(by_all[luckiest])
         speeds = {name: 1.0 / statistics.median(every[which]) for name, which in (("start", start), ("tuned", tuned))}
+        found = there_is > math.log(NOTHING)
         rows.append(
             {
                 **{f"{name}_env_steps_per_second": speed for name, speed in speeds.items()},
                 "best_env_steps_per_second": speeds["start"] * math.exp(there_is),
                 "ratio": math.exp(gained),
                 "best_over_start": math.exp(there_is),
-                "recovered": gained / there_is if there_is > math.log(NOTHING) else None,
+                "recovered": gained / there_is if found else None,
+                "recovered_error": _error(lambda among, s=start, t=tuned: ways(s, t, among), len(sets)) if found else None,
                 "luckiest_over_start": math.exp(most),
                 "recovered_of_luckiest": float(by_all[tuned]) / most if most > math.log(NOTHING) else None,
             }
@@ -160,14 +170,28 @@ def judge(halves: Sequence[Sequence[Sequence[float]]], pairs: Sequence[tuple[int
     return rows
 
 
+def _error(ways: Callable[[Sequence[int]], tuple[float, float]], count: int) -> float | None:
+    """Standard error of the share gained of what there is, by the jackknife over ``count`` sets; None of fewer than three."""
+    if count < 3:
+        return None
+    shares = []
+    for left_out in range(count):
+        gained, there_is = ways([which for which in range(count) if which != left_out])
+        shares.append(gained / there_is)
+    mean = statistics.fmean(shares)
+    return math.sqrt((count - 1) / count * sum((share - mean) ** 2 for share in shares))
+
+
 def show(rows: dict[str, Any]) -> None:
     """The table at the end."""
     table = Table(title="steps/s in alternation")
-    for column in ("task and start", "start", "tuned", "tuned/start", "best/start", "recovered", "of the luckiest", "trials"):
+    columns = ("task and start", "start", "tuned", "tuned/start", "best/start", "recovered", "error", "of the luckiest", "trials")
+    told = ("recovered", "recovered_error", "recovered_of_luckiest")
+    for column in columns:
         table.add_column(column, justify="left" if column.startswith("task") else "right")
     for name, row in rows.items():
         speeds = [f"{row[f'{which}_env_steps_per_second']:,.0f}" for which in ("start", "tuned")]
-        shares = ["-" if row[name] is None else f"{row[name]:.0%}" for name in ("recovered", "recovered_of_luckiest")]
+        shares = ["-" if row[name] is None else f"{row[name]:.0%}" for name in told]
         table.add_row(name, *speeds, f"{row['ratio']:.2f}", f"{row['best_over_start']:.2f}", *shares, str(len(row["trials"])))
     make_console().print(table)
 
@@ -178,11 +202,14 @@ def main() -> None:
     parser.add_argument("--budget", default="5m")
     parser.add_argument("--long", metavar="BUDGET", help="of one more tuning from the preset, for the best known")
     parser.add_argument("--random-starts", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=41, help="of the comparison, at most")
+    parser.add_argument("--rounds", type=int, default=42, help="of the comparison, at most")
+    parser.add_argument("--processes", type=int, default=6, help="of each configuration that share the rounds, 2 or more")
     parser.add_argument("--minutes", type=float, default=20.0, help="that the comparison may take, about")
     parser.add_argument("--used", action="store_true", help="each tuning knows what those before it measured and compiled")
     parser.add_argument("--out", type=Path, help="folder for the tunings, kept and continued (default: a temporary one)")
     args = parser.parse_args()
+    if args.processes < 2:
+        parser.error(f"--processes {args.processes}: the best is chosen by some and judged by others; 2 at the least")
     use_device(args.device)
     from muzerox import Config
 
@@ -200,7 +227,7 @@ def main() -> None:
         if args.long:
             place = folder / f"{env.replace(':', '_')}-long"
             further = [tune_once(Config.preset(env), args.long, place, place.with_name(f"{place.name}-home"))[0]]
-        for row, compared in zip(own.values(), compare(results, further, args.rounds, args.minutes), strict=True):
+        for row, compared in zip(own.values(), compare(results, further, args.processes, args.rounds, args.minutes), strict=True):
             row |= compared
         rows |= own
     show(rows)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from toys import random_params, small_config
 
+from muzerox.compilation import ONCE
 from muzerox.errors import ConfigError
 from muzerox.networks import make_model
 from muzerox.networks.layers import conv_by_matmul, product, relu, rows
@@ -108,7 +109,7 @@ def test_convolution_of_stride_two_is_the_convolution(size: tuple[int, int]) -> 
 def test_large_images_become_small_hidden_states_and_bytes_fractions() -> None:
     spec = EnvSpec(id="toy:pixels", observation_shape=(84, 84, 4), observation_dtype="uint8", num_actions=ACTIONS)
     model = make_model(small_config().network, spec, POLICIES["O0"])
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = jax.jit(model.init, compiler_options=ONCE)(jax.random.key(0))
     pixels = np.random.default_rng(0).integers(0, 256, (B, 84, 84, 4), dtype=np.uint8)
     state = jax.jit(model.represent)(params, pixels)
     assert state.shape == (B, 6, 6, 16)
@@ -150,7 +151,7 @@ def test_shapes_and_dtypes(shape: tuple[int, ...], kind: str, hidden: tuple[int,
 @pytest.mark.parametrize("shape", [(4,), (4, 5, 2)])
 def test_hidden_states_are_scaled_and_actions_matter(shape: tuple[int, ...]) -> None:
     model = make_model(small_config().network, spec(*shape), POLICIES["O0"])
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = jax.jit(model.init, compiler_options=ONCE)(jax.random.key(0))
     observation = 10 * jax.random.normal(jax.random.key(1), (B, *shape))
 
     policy, value = jax.jit(lambda params: model.predict(params, model.represent(params, observation)))(params)
