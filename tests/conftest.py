@@ -40,7 +40,7 @@ def compiling_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, or the last of two workers is left alone with one of them."""
+    """The longest first, or the last worker is left alone with one of them."""
 
     def seconds(item: pytest.Item) -> float:
         mark = item.get_closest_marker("slow")
