@@ -171,12 +171,17 @@ def judge(sets: Sequence[Sequence[Sequence[float]]], pairs: Sequence[tuple[int, 
 
 
 def _error(ways: Callable[[Sequence[int]], tuple[float, float]], count: int) -> float | None:
-    """Standard error of the share gained of what there is, by the jackknife over ``count`` sets; None of fewer than three."""
+    """Standard error of the share gained of what there is, by the jackknife over ``count`` sets.
+
+    None of fewer than three, or where without one of them there is nothing to gain.
+    """
     if count < 3:
         return None
     shares = []
     for left_out in range(count):
         gained, there_is = ways([which for which in range(count) if which != left_out])
+        if there_is <= 0.0:
+            return None
         shares.append(gained / there_is)
     mean = statistics.fmean(shares)
     return math.sqrt((count - 1) / count * sum((share - mean) ** 2 for share in shares))

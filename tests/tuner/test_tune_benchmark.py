@@ -83,3 +83,10 @@ def test_many_processes_tell_more_than_many_rounds_of_two(bench: ModuleType) -> 
     assert by_six.std() < 0.75 * by_two.std()
     assert np.median(by_six) == pytest.approx(math.log(1.14) / math.log(1.2), abs=0.06)
     assert 0.7 < told / by_six.std() < 1.4  # the error that is told is the error that is made
+
+
+def test_where_one_set_decides_that_there_is_something_to_gain_no_error_is_told(bench: ModuleType) -> None:
+    sets = [[[1.0] * 2, [seconds] * 2] for seconds in (0.2, 0.9, 1.1)]  # without the first the start is the best there is
+    (row,) = bench.judge(sets, [(0, 1)])
+    assert row["recovered"] is not None
+    assert row["recovered_error"] is None
