@@ -28,7 +28,7 @@ from common import finish, make_console, make_parser, use_device
 from rich.table import Table
 
 ENVS = ("gymnax:CartPole-v1", "pgx:tic_tac_toe", "gymnasium:CartPole-v1", "gymnasium:Acrobot-v1")  # both runtimes
-FEWEST_ROUNDS = 5
+FEWEST_ROUNDS = 10  # of all processes together
 NOTHING = 1.05  # times the speed of a start: where the best known is no faster than that there is nothing to recover
 
 
@@ -98,7 +98,7 @@ def compare(results: Sequence[Any], further: Sequence[Any], processes: int, roun
     """Of each tuning its start, what it made of it and the fastest there is among all and ``further``'s, in alternation.
 
     So many ``processes`` of each, one after the other, share the ``rounds``. Of threads, a round of all can take minutes: a
-    process that has had its part of the ``minutes`` begins none, but for the first FEWEST_ROUNDS.
+    process that has had its part of the ``minutes`` begins none, but for its part of FEWEST_ROUNDS.
     """
     from predictor import Outcome
     from tuner.measure import measure_in_alternation
@@ -109,7 +109,7 @@ def compare(results: Sequence[Any], further: Sequence[Any], processes: int, roun
     began, sets = time.monotonic(), []
     for number in range(1, 1 + processes):
         until = began + 60.0 * minutes * number / processes
-        limits = {"rounds": -(-rounds // processes), "fewest": FEWEST_ROUNDS, "until": until}
+        limits = {"rounds": -(-rounds // processes), "fewest": -(-FEWEST_ROUNDS // processes), "until": until}
         found = measure_in_alternation(configs, hardware=results[0].hardware, **limits)
         failed = [f"{one.outcome}: {one.error}" for one in found if one.outcome != Outcome.OK]
         if failed:
@@ -171,7 +171,7 @@ def judge(sets: Sequence[Sequence[Sequence[float]]], pairs: Sequence[tuple[int, 
 
 
 def _error(ways: Callable[[Sequence[int]], tuple[float, float]], count: int) -> float | None:
-    """Standard error of the share gained of what there is, by the jackknife over ``count`` sets.
+    """Standard error of the share gained of what there is, by the jackknife (Tukey, 1958) over ``count`` sets.
 
     None of fewer than three, or where without one of them there is nothing to gain.
     """

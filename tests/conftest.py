@@ -14,7 +14,7 @@ import jax
 from muzerox.compilation import enable_cache
 
 DEVICES = "--xla_force_host_platform_device_count=2"
-# Programs of tests run for milliseconds and compile for seconds: half as long where LLVM optimizes nothing and with XLA's older
+# Programs of tests run for milliseconds and compile for seconds: half as long where LLVM optimizes nothing, less with XLA's older
 # emitters. Slow tests, which learn, compile as users do; processes that they start and kill do not. XLA ends a process that names
 # a flag it has not: the emitters are for the version they were tried with.
 QUICKLY = "--xla_backend_optimization_level=0"
