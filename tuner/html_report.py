@@ -32,7 +32,7 @@ from tuner.result import TuneResult
 from tuner.space import Space
 from tuner.workload import describe
 
-_ROLES = ("baseline", "annealed", "varied", "random", "shared")  # with a colour of their own
+_ROLES = ("baseline", "annealed", "varied", "switched", "random", "shared")  # with a colour of their own
 _LEAST_SHARE = 0.01  # of the time, of a stage that is shown
 _LEAST_WAITING = 0.01  # threads, of a wait that is shown
 _PAIRS = 3  # of trials elsewhere that differ in one knob, written beside it

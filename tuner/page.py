@@ -12,10 +12,10 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 _STYLE = Markup("""
 :root { color-scheme: light dark; --back: #fff; --panel: #f5f6f8; --text: #1c1e21; --soft: #5d6470; --line: #d9dce1;
-  --blue: #2466b0; --orange: #bf4a00; --teal: #0b7f7f; --green: #2a7d3b; --red: #c0262d; --before: #9aa3af; }
+  --blue: #2466b0; --orange: #bf4a00; --teal: #0b7f7f; --green: #2a7d3b; --red: #c0262d; --before: #9aa3af; --pink: #a83a86; }
 @media (prefers-color-scheme: dark) { :root { --back: #14161a; --panel: #1d2026; --text: #e6e8eb; --soft: #a0a7b3;
   --line: #363b44;
-  --blue: #79b4f2; --orange: #f2a160; --teal: #55c7c7; --green: #7bd08b; --red: #ff8a85; --before: #6b7380; } }
+  --blue: #79b4f2; --orange: #f2a160; --teal: #55c7c7; --green: #7bd08b; --red: #ff8a85; --before: #6b7380; --pink: #e39ad0; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--back); color: var(--text);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -51,7 +51,8 @@ svg .curve { stroke: var(--blue); stroke-width: 1.5; fill: none; } svg circle { 
 svg .predicted { fill: var(--blue); } svg .chosen { fill: var(--green); }
 svg .measured { fill: none; stroke: var(--orange); stroke-width: 2; }
 svg .baseline { fill: var(--text); } svg .annealed { fill: var(--blue); } svg .random { fill: var(--orange); }
-svg .shared { fill: var(--teal); } svg .varied { fill: var(--before); } svg .other { fill: var(--soft); }
+svg .shared { fill: var(--teal); } svg .varied { fill: var(--before); } svg .switched { fill: var(--pink); }
+svg .other { fill: var(--soft); }
 svg line.interval { stroke-width: 1.5; stroke-opacity: .5; stroke: var(--soft); }
 """)
 

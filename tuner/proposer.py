@@ -24,12 +24,16 @@ CHAINS = 1024
 REHEAT = 0.3  # of the temperature that chains start at, when they go on: what was learnt since changes their energies a little
 # One trial in so many is drawn at random: the predictor would never see what it thinks is bad. Few are: of 212 in 81 recorded
 # tunings none was among the four fastest of its own, and they had 0.45 of the best's speed (median).
-RANDOM_EVERY = 10
+RANDOM_EVERY = 20
 # One in so many moves a knob that no trial has moved: what the start's choice of it costs is taken for what everything costs, for
 # no trial tells them apart. Where a second core was worth a tenth less than expected, one of six tunings from two cores tried no
 # other in 15 trials, and two of three when the knob was left to the predictor. The first comes early, before much is built on
 # what may be wrong.
 VARIED_EVERY, VARIED_FIRST = 5, 4
+# Later, one in so many changes one choice of the best, of those without an order, and nothing else: what was tried together with
+# what was bad is taken to be bad. Of six tunings, three that began with simulators in processes had tried threads just so, and
+# ended without them at 0.8 of the best's speed.
+SWITCHED_EVERY, SWITCHED_FIRST = 3, 8
 COOLING, COLDEST = 0.8, 0.05  # of the outer temperature: what a round takes of it, and where it stays
 CURIOSITY = 1.0  # standard deviations that a trial's seconds are taken to be better than expected
 _FAILED = 2.0  # times the seconds of the slowest that ran: what one that failed counts as, so that its like are shunned
@@ -99,10 +103,29 @@ class Proposer:
             self._residual = make_residual(self.space, [point for point, _ in known], found - predicted)
 
     def role_of(self, number: int) -> str:
-        """How trial ``number`` (the baseline is 0) is chosen: ``annealed``, ``random``, or ``varied`` while a knob is unmoved."""
+        """How trial ``number`` (the baseline is 0) is chosen: ``random``, ``varied``, ``switched`` or, mostly, ``annealed``.
+
+        ``varied`` while a knob is unmoved; ``switched`` while there is a choice of the best that may be changed alone.
+        """
         if number % RANDOM_EVERY == 0:
             return "random"
-        return "varied" if number % VARIED_EVERY == VARIED_FIRST and self._as_ever() else "annealed"
+        if number % VARIED_EVERY == VARIED_FIRST and self._as_ever():
+            return "varied"
+        switches = number >= SWITCHED_FIRST and (number - SWITCHED_FIRST) % SWITCHED_EVERY == 0
+        return "switched" if switches and np.isfinite(self._switched()[1]).any() else "annealed"
+
+    def _switched(self) -> tuple[np.ndarray, np.ndarray]:
+        """Points [C, D] that differ from the best in one choice of a knob without an order, and their energies [C].
+
+        Of knobs that are not live: those one process times at many choices.
+        """
+        best = np.array(self._best()[0], np.int32)
+        points = [best]  # its own is infinite, for it was measured
+        for axis, (knob, options) in enumerate(zip(self.space.knobs, self.space.choices, strict=True)):
+            if knob.scale == "name" and knob.cost != "live":
+                points += [np.where(np.arange(len(best)) == axis, i, best) for i in range(len(options)) if i != best[axis]]
+        filled = np.array(points + points[:1] * (capacity(len(points)) - len(points)))  # so that few programs are compiled
+        return filled, self.energies(filled)
 
     def _as_ever(self) -> list[Point]:
         """Patterns, in their order, of all points at which knobs that were never moved stay; none where all were.
@@ -173,6 +196,8 @@ class Proposer:
             points = np.asarray(jax.random.uniform(key, (_DRAWN, len(self.space.sizes))) * self.space.sizes[None, :], np.int32)
             return _least(points, np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf))
         best = self._best()[0]
+        if role == "switched":
+            return _least(*self._switched())
         if role == "varied":
             for pattern in self._as_ever():
                 points, energies, _ = self._anneal(key, _starts(best, None), 1.0, shunned=[pattern])

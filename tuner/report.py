@@ -25,6 +25,7 @@ _COLORS = {
     "annealed": "tab:blue",
     "random": "tab:orange",
     "varied": "tab:olive",
+    "switched": "tab:pink",
     "shared": "tab:cyan",
     "balanced": "tab:purple",
 }

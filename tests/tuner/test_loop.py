@@ -29,7 +29,7 @@ from tuner.live import Progress
 from tuner.loop import _Tuning
 from tuner.neighbourhood import space_around
 from tuner.objective import NO_POINT, RESOURCE_PRICE, Limits, energy
-from tuner.proposer import COLDEST, RANDOM_EVERY, VARIED_EVERY, VARIED_FIRST, temperature_of
+from tuner.proposer import COLDEST, RANDOM_EVERY, SWITCHED_EVERY, SWITCHED_FIRST, VARIED_EVERY, VARIED_FIRST, temperature_of
 from tuner.report import closing_rows, median_errors, print_tuning
 from tuner.residual import make_residual
 from tuner.result import parse_budget
@@ -346,7 +346,8 @@ def test_cold_rounds_go_on_while_those_that_are_left_are_expected_to_gain(
     tuned: tuner.TuneResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what two trials taught there is much to be expected; what counts as nothing is moved instead."""
-    annealed = (n for n in range(1, 100) if n % EVERY and n % RANDOM_EVERY and n % VARIED_EVERY != VARIED_FIRST)
+    others = ((EVERY, 0), (RANDOM_EVERY, 0), (VARIED_EVERY, VARIED_FIRST), (SWITCHED_EVERY, SWITCHED_FIRST))
+    annealed = (n for n in range(1, 100) if all((n - first) % every for every, first in others))
     cold = next(n for n in annealed if temperature_of(n) == COLDEST)
 
     def trials_of_a_round(name: str, left: int, nothing: float) -> int:

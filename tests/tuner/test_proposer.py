@@ -13,7 +13,19 @@ import pytest
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
 from tuner.objective import ANY, every_point_with
-from tuner.proposer import COLDEST, COOLING, NOTHING, RANDOM_EVERY, VARIED_FIRST, Point, Proposer, _starts, temperature_of
+from tuner.proposer import (
+    COLDEST,
+    COOLING,
+    NOTHING,
+    RANDOM_EVERY,
+    SWITCHED_EVERY,
+    SWITCHED_FIRST,
+    VARIED_FIRST,
+    Point,
+    Proposer,
+    _starts,
+    temperature_of,
+)
 from tuner.residual import evaluate
 from tuner.space import Space, knobs_up_to, make_space, workloads
 
@@ -90,7 +102,9 @@ def test_it_ends_when_every_process_was_measured_or_covered(space: Space, machin
 
 
 def test_one_in_so_many_is_drawn_at_random(space: Space, machine: Hardware, measured: Measure) -> None:
-    roles = [make(space, machine).role_of(number) for number in range(1, 1 + RANDOM_EVERY)]
+    proposer = make(space, machine)
+    proposer.learn([(space.start, measured(space.start))])
+    roles = [proposer.role_of(number) for number in range(1, 1 + RANDOM_EVERY)]
     assert roles.count("random") == 1
     learnt = []
     for seed in range(6):
@@ -124,6 +138,26 @@ def test_a_knob_that_was_never_moved_is_moved(space: Space, machine: Hardware, m
     proposer.learn([(p, measured(p)) for p in (*known, point)])
     assert proposer.role_of(VARIED_FIRST) == "annealed"
     assert proposer.propose(VARIED_FIRST) is not None
+
+
+def test_a_choice_of_the_best_is_changed_alone(space: Space, machine: Hardware, measured: Measure) -> None:
+    """Of the knobs without an order, by least energy, while there is one that was not measured; early ones are annealed."""
+    named = [i for i, knob in enumerate(space.knobs) if knob.scale == "name" and knob.cost != "live"]
+    assert len(named) == 2
+    proposer = make(space, machine)
+    known = [space.start, _moved(space, list(range(len(space.sizes))))]
+    proposer.learn([(point, measured(point)) for point in known])
+    assert proposer.role_of(SWITCHED_FIRST - SWITCHED_EVERY) == "annealed"
+    best = min(known, key=lambda point: measured(point).seconds_per_env_step or math.inf)
+    single = [_moved(space, [i]) if best == space.start else tuple(np.where(np.arange(4) == i, space.start, best)) for i in named]
+    for number in (SWITCHED_FIRST, SWITCHED_FIRST + SWITCHED_EVERY):
+        assert proposer.role_of(number) == "switched"
+        point = proposer.propose(number)
+        assert point in single
+        energies = proposer.energies(np.array(single))
+        assert proposer.energies(np.array([point]))[0] == pytest.approx(energies.min(), abs=1e-6)
+        proposer.cover(point)
+    assert proposer.role_of(SWITCHED_FIRST) == "annealed"
 
 
 def test_of_what_was_never_moved_cores_go_first(space: Space, machine: Hardware, measured: Measure) -> None:
