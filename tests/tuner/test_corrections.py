@@ -178,6 +178,7 @@ def simulated(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
     return load_benchmark("balance")
 
 
+@pytest.mark.slow(40)
 def test_three_corrections_settle_a_simulated_machine(simulated: ModuleType) -> None:
     """Of three pipelines, from a quarter to four times the cores and memory, under every division of the accelerators."""
     for case in simulated.draw(seed=6, count=3):
