@@ -11,6 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jax.flatten_util import ravel_pytree
 
 from muzerox import replay, transforms
 from muzerox.algorithms import make_algorithm
+from muzerox.compilation import ONCE
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import RunFailed
@@ -118,7 +120,7 @@ def make_numbers(config: Config, spec: EnvSpec) -> Callable[[jax.Array, Params, 
         noise = jnp.sqrt(jnp.maximum(squares / parts - mean @ mean, 0.0) / max(parts - 1, 1))
         return *unroll(params, batch), decision.action, decision.policy, mean, noise
 
-    compiled = jax.jit(compute)
+    compiled = jax.jit(compute, compiler_options=ONCE)
 
     def numbers(key: jax.Array, params: Params, replayed: Replayed) -> Numbers:
         scale = float(make_loss_scale(config.precision).scale)
@@ -298,11 +300,13 @@ def measure_drift(
 
     spec, learnt = learn_and_draw(config, seconds=seconds, examples=examples, enough=enough)
     common = {"updates": learnt.updates, "training_seconds": learnt.seconds, "examples": examples}
-    base = numbers(REFERENCE, spec, learnt)
+    with ThreadPoolExecutor(thread_name_prefix="level") as pool:  # XLA compiles as many programs at once as there are cores
+        asked = {level: pool.submit(numbers, level, spec, learnt) for level in dict.fromkeys((REFERENCE, *levels))}
+    base = asked[REFERENCE].result()
     found: dict[str, dict[str, Any]] = {}
     for level in levels:
         try:
-            found[level] = compare(base, numbers(level, spec, learnt), learnt.replayed) | common
+            found[level] = compare(base, asked[level].result(), learnt.replayed) | common
         except RunFailed as failure:
             found[level] = {"failure": str(failure)}
     return found
