@@ -17,8 +17,9 @@ RESOURCES = ("cores", "memory_bytes", "device_memory_bytes")
 HEADROOM = 0.25  # over the predicted use, at the end of annealing: use comes in bursts
 EXPLORATION = 0.5  # further headroom at the first temperature
 # How much more memory compilation needs than training: of the host, and of the accelerator, where XLA times products.
+# Of 25 random configurations on a CPU, compiled anew, one used 0.53 GiB more than was predicted, at the least.
 # A CartPole training on an H100 holds 0.9 GiB of the host's where its programs are in the cache, 3.5 where it compiles them.
-SAFETY_BYTES = {"cpu": 512 * 2**20, "gpu": 3 * 2**30, "tpu": 3 * 2**30}
+SAFETY_BYTES = {"cpu": 768 * 2**20, "gpu": 3 * 2**30, "tpu": 3 * 2**30}
 DEVICE_SAFETY_BYTES = {"cpu": 0, "gpu": 2**30, "tpu": 2**30}
 
 
