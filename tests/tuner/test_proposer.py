@@ -149,7 +149,7 @@ def test_a_choice_of_the_best_is_changed_alone(space: Space, machine: Hardware, 
     proposer.learn([(point, measured(point)) for point in known])
     assert proposer.role_of(SWITCHED_FIRST - SWITCHED_EVERY) == "annealed"
     best = min(known, key=lambda point: measured(point).seconds_per_env_step or math.inf)
-    single = [_moved(space, [i]) if best == space.start else tuple(np.where(np.arange(4) == i, space.start, best)) for i in named]
+    single = [tuple(1 - choice if axis == i else choice for axis, choice in enumerate(best)) for i in named]  # of two each
     for number in (SWITCHED_FIRST, SWITCHED_FIRST + SWITCHED_EVERY):
         assert proposer.role_of(number) == "switched"
         point = proposer.propose(number)
