@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -238,8 +238,12 @@ class Machine:
         some = sorted({float(np.clip(round(cores * f), 1, CORES)) for f in (0.25, 1.0, 4.0)})
         memory = [self.case.memory * 1.1 * f for f in (0.25, 1.0, 4.0)]
         every = itertools.product(some, memory, divisions(ACCELERATORS))
-        right = (float(cores), memory[1], tuple(np.round(division, 3)))
-        return [np.array([c, m, *d]) for c, m, d in every if (c, m, tuple(np.round(np.float32(d), 3))) != right]
+
+        def rounded(division: Iterable[float]) -> list[float]:
+            return [round(float(np.float32(share)), 3) for share in division]
+
+        right = (float(cores), memory[1], rounded(division))
+        return [np.array([c, m, *d]) for c, m, d in every if (c, m, rounded(d)) != right]
 
     def follow(self, start: np.ndarray) -> list[float]:
         """Seconds over the best's after each correction, the first before any; to the end of ``MOST`` or of corrections."""
@@ -265,7 +269,7 @@ def settled(ratios: list[float]) -> float:
 
 def measure_simulated(seed: int, count: int) -> dict[str, Any]:
     """Corrections needed from every wrong start of every pipeline."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, case in enumerate(draw(seed, count)):
         machine = Machine(case)
         found = [machine.follow(start) for start in machine.starts()]

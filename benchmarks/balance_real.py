@@ -141,12 +141,13 @@ def random_starts(lab: Laboratory, seed: int, count: int) -> dict[str, Any]:
         wrong = everything / rng.choice([1.0, 4.0, 16.0], 3)
         _, given = resources.next_allocation(balance.start(wrong), use, float(rng.random()), lab.hardware)
         config = resources.with_allocation(config, given, lab.hardware, space.options("allocation.cores"))
+        gib = config.allocation.memory_gib
+        assert gib is not None
         measurement = lab.run(config, repeats=1, seconds=0.05)
         outcomes.append(str(measurement.outcome))
         if measurement.peak_bytes:
-            margins.append(config.allocation.memory_gib * 2**30 / measurement.peak_bytes)
+            margins.append(gib * 2**30 / measurement.peak_bytes)
         said = "" if measurement.outcome == Outcome.OK else f": {measurement.error}"
-        gib = config.allocation.memory_gib
         console.print(f"start {number}: {env}, {capacity} transitions, {gib:g} GiB: {outcomes[-1]}{said}")
     return {
         "starts": count,

@@ -32,9 +32,11 @@ def make_parts(config: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, Cal
     from muzerox.runtimes import make_runtime
     from muzerox.search import ENGINES
     from muzerox.selfplay import EpisodeStats, make_act
-    from muzerox.types import Algorithm
+    from muzerox.types import Algorithm, Environment
 
     env = make_env(config.env)
+    if not isinstance(env, Environment):
+        raise SystemExit(f"{config.env}: runs on the host; this takes Anakin apart, whose environments are in JAX")
     spec, train = env.spec, config.train
     algorithm = make_algorithm(config, spec)
     model = make_model(config.network, spec, POLICIES[resolve(config.precision).level])

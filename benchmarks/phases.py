@@ -141,9 +141,9 @@ def main() -> None:
     parser.add_argument("--only", choices=("change", "none", "deeper"), action="append", help="only this kind; repeatable")
     args = parser.parse_args()
     use_device(args.device or "cpu")
-    place = str(Path(__file__).resolve().parent / "simulators")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
-    sys.path.append(place)
+    simulators = str(Path(__file__).resolve().parent / "simulators")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [simulators, os.environ.get("PYTHONPATH")]))
+    sys.path.append(simulators)
     from rich.table import Table
 
     from tuner.fingerprint import fingerprint

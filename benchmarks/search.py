@@ -49,14 +49,15 @@ def make_programs(name: str, whole_tree: bool, side_by_side: bool = False) -> di
 
     batch, simulations, actions = SHAPES[name][0]
     if name.startswith("mlp"):
-        shape, network = (64,), NetworkConfig(kind="mlp", width=64, depth=2)
+        shape: tuple[int, ...] = (64,)
+        network = NetworkConfig(kind="mlp", width=64, depth=2)
     else:
         shape, network = (6, 7, 2), NetworkConfig(kind="resnet", width=64, depth=4)
     spec = EnvSpec(id="search:random", observation_shape=shape, observation_dtype="float32", num_actions=actions)
     model = make_model(network, spec, PRECISION["O0"])
     leaves, tree = jax.tree.flatten(model.init(jax.random.key(0)))
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    params = tree.unflatten([x + 0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+    params = jax.tree.unflatten(tree, [x + 0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
     observation = jax.random.normal(jax.random.key(2), (batch, *shape))
 
     def recurrent(params: Any, key: jax.Array, action: jax.Array, hidden: jax.Array) -> tuple[Any, jax.Array]:

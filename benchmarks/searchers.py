@@ -45,23 +45,23 @@ class Problem:
         """[D] number of choices by axis."""
         return self.grid.space.sizes
 
-    def measure(self, point: Sequence[int], *, same_process: bool = False) -> float:
+    def measure(self, point: Sequence[int] | np.ndarray, *, same_process: bool = False) -> float:
         """Log seconds of a point; as if it were twice the slowest there is where it failed. Raises Spent.
 
         Asking again costs nothing: nobody would measure the same twice. ``same_process``: as the one before, nothing to compile.
         """
-        point = tuple(int(x) for x in point)
+        at = tuple(int(x) for x in point)
         self._asked += 1
         if self._asked > 10 * self.budget:  # it only repeats itself
             raise Spent
-        if point not in self._seen:
+        if at not in self._seen:
             if len(self.trials) == self.budget:
                 raise Spent
-            seconds = self.grid.seconds.get(point, math.inf)
-            self._seen[point] = math.log(seconds) if math.isfinite(seconds) else self.grid.worst + math.log(2.0)
-            self._measuring += self.grid.burst_seconds(point) if same_process else self.grid.wall_seconds(point)
-            self.trials.append(Trial(point, seconds, self._measuring + time.perf_counter() - self._began))
-        return self._seen[point]
+            seconds = self.grid.seconds.get(at, math.inf)
+            self._seen[at] = math.log(seconds) if math.isfinite(seconds) else self.grid.worst + math.log(2.0)
+            self._measuring += self.grid.burst_seconds(at) if same_process else self.grid.wall_seconds(at)
+            self.trials.append(Trial(at, seconds, self._measuring + time.perf_counter() - self._began))
+        return self._seen[at]
 
 
 Searcher = Callable[[Problem, int], None]

@@ -13,6 +13,7 @@ learnt and by base and network, and what came.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
@@ -109,8 +110,8 @@ def compare(results: Sequence[Any], further: Sequence[Any], processes: int, roun
     began, sets = time.monotonic(), []
     for number in range(1, 1 + processes):
         until = began + 60.0 * minutes * number / processes
-        limits = {"rounds": -(-rounds // processes), "fewest": -(-FEWEST_ROUNDS // processes), "until": until}
-        found = measure_in_alternation(configs, hardware=results[0].hardware, **limits)
+        share, fewest = -(-rounds // processes), -(-FEWEST_ROUNDS // processes)
+        found = measure_in_alternation(configs, rounds=share, fewest=fewest, until=until, hardware=results[0].hardware)
         failed = [f"{one.outcome}: {one.error}" for one in found if one.outcome != Outcome.OK]
         if failed:
             sys.exit(f"comparing: {failed[0]}")
@@ -162,7 +163,7 @@ def judge(sets: Sequence[Sequence[Sequence[float]]], pairs: Sequence[tuple[int, 
                 "ratio": math.exp(gained),
                 "best_over_start": math.exp(there_is),
                 "recovered": gained / there_is if found else None,
-                "recovered_error": _error(lambda among, s=start, t=tuned: ways(s, t, among), len(sets)) if found else None,
+                "recovered_error": _error(functools.partial(ways, start, tuned), len(sets)) if found else None,
                 "luckiest_over_start": math.exp(most),
                 "recovered_of_luckiest": float(by_all[tuned]) / most if most > math.log(NOTHING) else None,
             }

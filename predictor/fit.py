@@ -11,6 +11,7 @@ unless they are predicted better, beyond luck.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ import optax
 
 from predictor import model
 from predictor.analytic import STAGES, Rates, Value, stack, stack_rates, stages
+from predictor.compiler import OPTIMIZED
 from predictor.graph import make_graph
 from predictor.model import Network
 from predictor.overlap import total
@@ -229,7 +231,7 @@ def _train_in_folds(
     return jax.tree.map(lambda x: np.asarray(x)[-1], networks), np.asarray(outputs, np.float64)[fold, np.arange(len(wanted))]
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=OPTIMIZED)
 def train_network(network: Network, graph: jraph.GraphsTuple, target: jax.Array, weights: jax.Array) -> tuple[Network, jax.Array]:
     """Trains the same network on ``target`` [P] by full-batch AdamW, once a row of ``weights`` [F, P].
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from predictor import artifact, model
 from predictor.analytic import Rates, stages
+from predictor.compiler import OPTIMIZED
 from predictor.graph import Rows, make_graph
 from predictor.model import Network
 from predictor.overlap import bounds, total
@@ -91,7 +92,7 @@ def pretrain(key: jax.Array, task: Task, *, steps: int, width: int = WIDTH, laye
         error = pooled.T @ head["weights"] + head["bias"][None] - targets[rows]
         return jnp.mean(jnp.square(error))
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def train(params: tuple[Network, Any]) -> tuple[Network, Any]:
         def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
             params, state = carry

@@ -22,6 +22,7 @@ import numpy as np
 from predictor import artifact, calibrate, model, pretrain
 from predictor.analytic import STAGES, Rates, Value, hardware_rates, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
+from predictor.compiler import IN_ORDER
 from predictor.fit import Fit, FitReport, Spread, fit, linearise, machine_scale, untaught
 from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, make_graph
 from predictor.memory import device_bytes, host_bytes
@@ -32,9 +33,6 @@ from predictor.schema import SCHEMA, Hardware, Measurement, Outcome, Prediction,
 _COMPILING_BYTES = 3.5e7  # that the compiler holds at its peak, for each second it is expected to take
 _CHUNK = 256  # candidates a network is applied to at once on a processor: their activations stay in its caches
 _LARGE_CHUNK = 2**15  # on an accelerator: they fit its memory
-# On a processor the operations of a network are small. In this order XLA hands fewer of them to other threads, which takes
-# longer than they do: 1.14 times the candidates/s.
-_IN_ORDER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 class Params(NamedTuple):
@@ -104,7 +102,7 @@ def stage_shares(params: Params, workload: Workload, hardware: Rates) -> jax.Arr
 
 
 _log_seconds, _base_log_seconds, _log_spread = jax.jit(log_seconds), jax.jit(base_log_seconds), jax.jit(log_spread)
-_heard_log_seconds, _stage_shares = jax.jit(log_seconds, compiler_options=_IN_ORDER), jax.jit(stage_shares)
+_heard_log_seconds, _stage_shares = jax.jit(log_seconds, compiler_options=IN_ORDER), jax.jit(stage_shares)
 
 
 def _base(params: Params, stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax.Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from predictor.analytic import HANDED, STAGES, Rates, Value
+from predictor.compiler import OPTIMIZED
 from predictor.overlap import ROLES, SPREAD, cores_taken, shared_devices, staleness
 from predictor.schema import Workload
 
@@ -137,7 +138,7 @@ def simulate(
     return _simulate_all(stage_seconds, workload, hardware, jitter, events, chunk)
 
 
-@functools.partial(jax.jit, static_argnames=("events", "chunk"))
+@functools.partial(jax.jit, static_argnames=("events", "chunk"), compiler_options=OPTIMIZED)
 def _simulate_all(
     stage_seconds: jax.Array, workload: Workload, hardware: Rates, jitter: Value, events: int, chunk: int
 ) -> Simulated:

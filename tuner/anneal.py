@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from predictor.compiler import OPTIMIZED
+
 Energy = Callable[..., jax.Array]  # (int32 [C, D], *args) -> float32 [C]
 
 _LARGEST_SIZE = 2**24  # choices are drawn from float32 fractions
@@ -213,7 +215,7 @@ def redraw(key: jax.Array, energy: jax.Array, inverse_rise: jax.Array) -> jax.Ar
     return jnp.where(chain % 2 == 1, drawn, chain)
 
 
-@partial(jax.jit, static_argnames=("energy", "chains", "steps", "candidates"))
+@partial(jax.jit, static_argnames=("energy", "chains", "steps", "candidates"), compiler_options=OPTIMIZED)
 def _anneal(
     key: jax.Array,
     sizes: jax.Array,

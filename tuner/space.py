@@ -237,7 +237,7 @@ class Space:
         """The choices at a path; none when it is no dimension."""
         return next((c for knob, c in zip(self.knobs, self.choices, strict=True) if knob.path == path), ())
 
-    def decode(self, point: Sequence[int]) -> dict[str, Any]:
+    def decode(self, point: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """A point [D] as changes to the starting configuration."""
         pairs = zip(self.knobs, self.choices, point, strict=True)
         return {knob.path: options[int(index)] for knob, options, index in pairs}

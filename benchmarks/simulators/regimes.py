@@ -61,4 +61,4 @@ class Growing(gymnasium.Env):
             self.file = None
 
 
-gymnasium.register("Growing-v0", entry_point=Growing)
+gymnasium.register("Growing-v0", entry_point=f"{__name__}:Growing")

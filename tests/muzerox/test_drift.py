@@ -13,7 +13,7 @@ from toys import small_config
 
 from muzerox import drift
 from muzerox.config import Config
-from muzerox.drift import Learnt, Numbers, at_level, compare, learn_and_draw, make_numbers, measure_drift
+from muzerox.drift import Learnt, Numbers, at_level, compare, learn_and_draw, make_numbers
 from muzerox.errors import RunFailed
 from muzerox.networks import make_model
 from muzerox.precision import POLICIES
@@ -248,16 +248,3 @@ def test_what_is_not_finite_is_said(base: Numbers, played: tuple[EnvSpec, Learnt
         compare(base, base._replace(value=value), played[1].replayed)
     with pytest.raises(RunFailed, match="O0's value not finite"):
         compare(base._replace(value=value), base, played[1].replayed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env", ["gymnasium:CartPole-v1", "gymnax:Breakout-MinAtar"])
-def test_threads_and_images(env: str) -> None:
-    config = small_config(env, precision__level="O0", **SMALL)
-    found = measure_drift(config, ["O0", "O1_float16"], seconds=0.2, examples=16)
-    assert set(found) == {"O0", "O1_float16"}
-    assert max(found["O0"]["policy_kl"]) == max(found["O0"]["value_error"]) == 0.0
-    assert 0.0 < max(found["O1_float16"]["policy_kl"]) < 0.01
-    assert 0.0 < max(found["O1_float16"]["value_error"]) < 0.1
-    assert 0.0 < found["O1_float16"]["gradient_error"] < 0.4
-    assert found["O0"]["updates"] >= 64
