@@ -49,12 +49,13 @@ class Dot(NamedTuple):
     high: float | None = None
 
 
-def linear_axis(values: Sequence[float], most: int = 5) -> Axis:
-    """From 0 to the first tick that is not below any of ``values``."""
+def linear_axis(values: Sequence[float], most: int = 5, *, whole: bool = False) -> Axis:
+    """From 0 to the first tick that is not below any of ``values``; ``whole``: there is no half of what is counted."""
     top = max((value for value in values if value > 0), default=1.0)
     rough = top / most
     size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * 0.999)
+    steps = (size * m for m in (1, 2, 2.5, 5, 10))
+    step = next(step for step in steps if step >= rough * 0.999 and (not whole or (step >= 1.0 and step.is_integer())))
     count = math.ceil(top / step * 0.999)
     return Axis(0.0, count * step, tuple(step * i for i in range(count + 1)))
 
@@ -131,7 +132,7 @@ def history(dots: Sequence[Dot], failed: Sequence[tuple[float, str]], names: tup
       failed: where along x, and what to tell of it.
     """
     last = max([dot.x for dot in dots] + [x for x, _ in failed])
-    x = linear_axis([max(last, 1.0)])
+    x = linear_axis([max(last, 1.0)], whole=all(float(dot.x).is_integer() for dot in dots))
     y = linear_axis([dot.y for dot in dots] + [dot.low for dot in dots if dot.low is not None])
     place = _at(x, y)
     body: list[Markup] = []

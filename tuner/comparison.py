@@ -29,8 +29,8 @@ SHARE = 0.2
 _SPREAD = 0.07  # of a round's logarithm: bursts of one configuration differ by as much, whatever a few of them say
 _MANY = 9  # rounds, which tell their spread themselves
 # Of the logarithm of a process's speed, which it keeps: two of one program differ by as much, and no number of rounds tells. 61
-# comparisons of Anakin's and those of the same configurations in other processes soon after are 0.039 apart (root mean square), but
-# what 31 tunings told and what was found up to an hour later (benchmarks/data/tune.jsonl) 0.064: the most likely figure of these.
+# comparisons of Anakin's and those of the same configurations in other processes soon after are 0.039 apart (root mean square),
+# but what 31 tunings told and what was found up to an hour later (benchmarks/data/tune.jsonl) 0.064: what is likeliest by these.
 _OF_A_PROCESS = 0.027
 _NINE_IN_TEN = 1.645  # standard errors
 _RIVAL = 0.5  # times the start's bursts that those of a rival are expected to take, which is yet to be found
@@ -199,7 +199,8 @@ def speedup_interval(ours: Measurement, base: Measurement) -> tuple[float, float
     """Where, nine times in ten, trainings of the two are to be expected to differ: in new processes, and for long.
 
     By how rounds differ (the error of a median; their spread by the median deviation) and how processes do, those compared and
-    those to come, in another hour. That the best of several was chosen for this ratio, which makes it a little too large, is not in it.
+    those to come, in another hour. That the best of several was chosen for this ratio, which makes it a little too large, is
+    not in it.
     """
     logs = np.log([b / a for a, b in zip(ours.repeats, base.repeats, strict=True)])
     middle = float(np.median(logs))

@@ -15,6 +15,7 @@ import pytest
 from muzerox.config_io import parse_assignment
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner.bridge import Config, concrete, get
+from tuner.charts import linear_axis
 from tuner.effects import chosen_trial, effects
 from tuner.history import Trial
 from tuner.html_report import View, assignment, changed, covered, paired_ratios, render, versions, view, write_report
@@ -319,6 +320,15 @@ def test_effects_are_the_predictors_and_neighbours_the_measured_ones(made: Made)
         option for option in num_envs.options if option > 32
     ]
     assert max(num_envs.options) > 32
+
+
+def test_what_is_counted_has_whole_ticks() -> None:
+    for trials in range(1, 200):
+        axis = linear_axis([trials], whole=True)
+        assert all(tick == round(tick) for tick in axis.ticks)
+        assert axis.ticks[-1] == axis.high >= trials
+        assert 2 <= len(axis.ticks) <= 6
+    assert linear_axis([12]).ticks == (0.0, 2.5, 5.0, 7.5, 10.0, 12.5)
 
 
 def test_trials_kept_by_an_earlier_version_have_no_interval(made: Made) -> None:
