@@ -29,7 +29,7 @@ from common import finish, make_parser, need, use_device
 STEPS = 500
 SEPARABLE = {"9x10": (10, 9), "3x1000": (1000, 3), "30x2": (2, 30)}  # choices, dimensions
 BUDGETS = [(128, 200), (1024, 500)]  # chains, steps
-REDRAW = {"found": 20, "found_without_redraw": 0}  # steps after which chains are drawn again from the best (20: the default)
+REDRAW: dict[str, dict[str, Any]] = {"found": {}, "found_without_redraw": {"resample": 0}}
 
 
 def seconds(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
@@ -96,8 +96,8 @@ def measure_separable(size: int, dims: int, seeds: int) -> dict[str, int]:
     for seed in range(seeds):
         table = np.random.default_rng(seed).standard_normal((size, dims)).astype(np.float32)
         table[:, 0] *= 0.01
-        for name, resample in REDRAW.items():
-            best = anneal.run(jax.random.key(seed), energy, [size] * dims, args=(table,), resample=resample).best
+        for name, options in REDRAW.items():
+            best = anneal.run(jax.random.key(seed), energy, [size] * dims, args=(table,), **options).best
             found[name] += int(np.array_equal(best, table.argmin(axis=0)))
     return {**found, "seeds": seeds}
 
@@ -119,10 +119,8 @@ def measure_rugged(order: int, chains: int, steps: int, seeds: int) -> dict[str,
         for dim in range(6):
             axes = [dim, *rng.permutation([d for d in range(6) if d != dim])[: order - 1]]
             table += rng.standard_normal([10 if d in axes else 1 for d in range(6)]).astype(np.float32)
-        for name, resample in REDRAW.items():
-            result = anneal.run(
-                jax.random.key(seed), energy, table.shape, chains=chains, steps=steps, args=(table,), resample=resample
-            )
+        for name, options in REDRAW.items():
+            result = anneal.run(jax.random.key(seed), energy, table.shape, chains=chains, steps=steps, args=(table,), **options)
             found[name] += int(table[tuple(np.asarray(result.best))] == table.min())
         drawn = table.ravel()[rng.integers(0, table.size, chains * (steps + 1))]
         found["found_by_random_search"] += int(drawn.min() == table.min())

@@ -133,10 +133,16 @@ def test_damaged_parameters_are_refused(learnt: tuple[Config, EnvSpec, Learnt]) 
 @pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "pgx:tic_tac_toe", "gymnax:Breakout-MinAtar", "gymnasium:CartPole-v1"])
 def test_the_levels_that_ship_are_accepted(env: str, machine: Hardware) -> None:
     config = Config.preset(env).replace("precision.level", "O0")
-    for level, drift in measure_drift(config, ["O0", "O1", "O1_float16", "O2"], hardware=machine, timeout=600.0).items():
+    levels = ["O0", "O1", "O1_float16", "O2"]
+    found = measure_drift(config, levels, hardware=machine, timeout=600.0)
+    assert set(found) == set(levels)
+    for level, drift in found.items():
         assert drift.accepted, drift.explain()
         assert drift.figures is not None
         assert (max(drift.figures.policy_kl) == 0.0) == (level == "O0")
+        assert (max(drift.figures.value_error) == 0.0) == (level == "O0")
+        assert level == "O0" or drift.figures.gradient_error > 0.0
+        assert drift.figures.updates >= 64
 
 
 def test_a_subprocess_measures_it(tiny: Config, machine: Hardware) -> None:
