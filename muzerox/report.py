@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -14,6 +15,9 @@ from rich.table import Table
 from muzerox.config import Config
 from muzerox.run_dir import RunDir
 from muzerox.types import Report
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 # Metrics that are above 0 where the network cannot represent what it is to learn, and the key of ``network`` that is too small.
 _CLIPPED = {"reward_clipped": "reward_bound", "value_clipped": "value_bound"}
@@ -28,12 +32,10 @@ class Reporter:
     """
 
     def __init__(self, run: RunDir, config: Config, *, quiet: bool, start: int):
-        from tensorboardX import SummaryWriter
-
         self._run, self._network, self._simulations = run, config.network, config.search.num_simulations
         self._unwarned = dict(_CLIPPED)
         self._file: IO[str] = open(run.metrics_file, "a", encoding="utf-8")
-        self._board = SummaryWriter(str(run.tensorboard))
+        self._board = _summary_writer(run.tensorboard)
         self._console = _console(stderr=True, quiet=quiet)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -130,6 +132,19 @@ class Reporter:
         for name, value in row.items():
             if isinstance(value, int | float) and "env_steps" in row and name not in ("env_steps", "updates"):
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["env_steps"])
+
+
+def _summary_writer(folder: Path) -> SummaryWriter:
+    """TensorBoard's, of tensorboardX, which where torch is installed would import it for tensors that it is never given."""
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails at once, as where it is not installed
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+    return SummaryWriter(str(folder))
 
 
 def _console(**options: Any) -> Console:
