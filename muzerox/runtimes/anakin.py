@@ -24,7 +24,7 @@ from muzerox.learner import LearnerState, init_learner, make_update
 from muzerox.replay import ReplayState
 from muzerox.runtimes import placement
 from muzerox.selfplay import ActorState, EpisodeStats, init_actors, make_act
-from muzerox.types import Algorithm, Environment, Metrics, Report, Runtime, Skips
+from muzerox.types import Algorithm, Environment, Metrics, Report, Runtime, Skips, Transition
 
 
 class RunState(struct.PyTreeNode):
@@ -67,19 +67,32 @@ def updates_at(config: Config, env_steps: int) -> int:
     return 1 + max(0, -(-rows * cost // earned))  # rounded up
 
 
+def _placed(shapes: Any, shardings: Any) -> Any:
+    """Shapes with shardings. Without, what lies in the host's memory would be traced as if it lay on the device, and all anew."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, shardings)
+
+
 def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     """The Anakin runtime. Raises ConfigError when the mesh needs more devices or memory than there is."""
     mesh = placement.make_mesh(config.runtime.num_devices)
     num_envs = config.runtime.num_envs
     earned, cost, first_rows = _pace(config)
-    act, update = make_act(env, algorithm, random_action=config.train.random_action), make_update(config, env.spec, algorithm)
+    # Jitted so that they are traced once, though their shapes are asked for first: either takes half a second or more.
+    act = jax.jit(make_act(env, algorithm, random_action=config.train.random_action), inline=True)
+    update = jax.jit(make_update(config, env.spec, algorithm), inline=True)
+
+    def begin(key: jax.Array) -> tuple[jax.Array, LearnerState, ActorState]:
+        key_params, key_envs, key_run = jax.random.split(key, 3)
+        return key_run, init_learner(key_params, config, algorithm), init_actors(key_envs, env, num_envs)
+
+    def row_of(key: jax.Array, learner: LearnerState, actors: ActorState) -> Transition:
+        return act(key, learner.params, actors, EpisodeStats.zero())[2]
+
+    begun = jax.eval_shape(begin, jax.random.key(0))
+    row = jax.eval_shape(row_of, *_placed(begun, placement.replicate(mesh, begun)))
 
     def init(key: jax.Array) -> RunState:
-        key_params, key_envs, key_run = jax.random.split(key, 3)
-        learner = init_learner(key_params, config, algorithm)
-        actors = init_actors(key_envs, env, num_envs)
-        # Only the shape of a row is wanted: nothing is acted here.
-        row = jax.eval_shape(act, key_run, learner.params, actors, EpisodeStats.zero())[2]
+        key_run, learner, actors = begin(key)
         example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), row)
         return RunState(
             key=key_run,
@@ -150,9 +163,7 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     )
 
     # The number of updates is an argument: fusing more or fewer of them compiles nothing.
-    # With shardings: without, what lies in the host's memory is traced as if it lay on the device.
-    placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), example, shardings)
-    compiled = compile_beside(jit_dispatch, placed, jax.ShapeDtypeStruct((), jnp.int32))
+    compiled = compile_beside(jit_dispatch, _placed(example, shardings), jax.ShapeDtypeStruct((), jnp.int32))
 
     def run(state: RunState, n: int, loop_count: int = config.runtime.loop_count) -> tuple[RunState, Report]:
         state = jax.device_put(state, shardings)  # moves nothing unless the state was just restored

@@ -11,44 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import counting_env, small_config
+from toys import counting_env, idle_algorithm, small_config
 
 from muzerox import replay
 from muzerox.algorithms import make_algorithm
-from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.runtimes import anakin
-from muzerox.types import Algorithm, Batch, Decision, LossOutput, Params, Report, Runtime, Skips, Targets
-
-
-def idle_algorithm(config: Config) -> Algorithm:
-    """Acts at random and learns one number: a record that compiles at once, for tests of everything around it."""
-    batch, positions = config.train.batch_size, config.train.unroll_steps + 1
-
-    def act(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array, explore: bool) -> Decision:
-        del params, explore
-        action = jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf)).astype(jnp.int32)
-        count = observation.shape[0]
-        return Decision(action=action, policy=jnp.full((count, 3), 1 / 3), value=jnp.zeros(count))
-
-    def targets(params: Params, batch_: Batch) -> Targets:
-        del params
-        one, value = jnp.ones((batch, positions)), batch_.partial_return
-        return Targets(batch_.policy, value, batch_.reward, one, one, one[:, 1:])
-
-    def loss(params: Params, batch_: Batch, targets: Targets) -> LossOutput:
-        del batch_
-        error = targets.value[:, 0] - params["w"]
-        return LossOutput(loss=jnp.square(error), priority=jnp.abs(error), metrics={})
-
-    return Algorithm(
-        init=lambda key: {"w": jax.random.normal(key)},
-        act=act,
-        value=lambda params, observation: jnp.full(observation.shape[0], params["w"]),
-        targets=targets,
-        loss=loss,
-    )
-
+from muzerox.types import Batch, LossOutput, Params, Report, Runtime, Skips, Targets
 
 PACES = [  # environments, batch, ratio, updates a dispatch
     (4, 8, 4.0, 3),

@@ -1,12 +1,19 @@
-"""What XLA is told of the programs that train and play."""
+"""What XLA is told of the programs that train and play, and what is traced to make them."""
 
 from __future__ import annotations
+
+import collections
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from pipelines import HOST, pipeline_config
+from toys import counting_env, idle_algorithm, small_config
 
 from muzerox.compilation import compiler_options
+from muzerox.config import Config
+from muzerox.runtimes import make_runtime
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])
@@ -32,3 +39,36 @@ def test_a_gpu_runs_loops_as_graphs_unless_the_user_says_what_graphs_hold(monkey
     assert "WHILE" in options["xla_gpu_enable_command_buffer"].split(",")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
     assert compiler_options(None, "gpu") is None
+
+
+ANAKIN = small_config("toy:counting", runtime__kind="anakin")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(ANAKIN, id="anakin"),
+        pytest.param(ANAKIN.replace({"runtime.num_devices": 2}), id="two devices"),
+        pytest.param(ANAKIN.replace({"replay.placement": "host"}), id="replay on the host"),
+        pytest.param(pipeline_config(), id="sebulba"),
+    ],
+)
+def test_searches_and_losses_are_traced_once(config: Config) -> None:
+    """A trace takes half a second or more of every start."""
+    traced: collections.Counter[str] = collections.Counter()
+    env: Any = HOST if config.runtime.kind == "sebulba" else counting_env()
+    algorithm = idle_algorithm(config)
+
+    def counted(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            traced[name] += 1
+            return getattr(algorithm, name)(*args)
+
+        return call
+
+    runtime = make_runtime(config, env, algorithm._replace(act=counted("act"), loss=counted("loss")))
+    try:
+        runtime.run(runtime.init(jax.random.key(0)), 1)
+    finally:
+        runtime.close()
+    assert traced == {"act": 1, "loss": 1}

@@ -1,4 +1,4 @@
-"""What several tests share: small configurations, a counting environment, and targets worked out by walking episodes."""
+"""What several tests share: small configurations, an environment that counts, an idle algorithm, targets by walking episodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ import numpy as np
 
 from muzerox.config import Config
 from muzerox.selfplay import EpisodeStats, init_actors, make_act
-from muzerox.types import Algorithm, Environment, EnvSpec, Params, TimeStep, Transition
+from muzerox.types import (
+    Algorithm,
+    Batch,
+    Decision,
+    Environment,
+    EnvSpec,
+    LossOutput,
+    Params,
+    Targets,
+    TimeStep,
+    Transition,
+)
 
 _SMALL: dict[str, Any] = {
     "network.width": 16,
@@ -33,6 +44,35 @@ _SMALL: dict[str, Any] = {
 def small_config(env: str = "gymnax:CartPole-v1", **changes: Any) -> Config:
     """A configuration that compiles and runs in seconds; double underscores in ``changes`` stand for dots."""
     return Config(env=env).replace({**_SMALL, **{name.replace("__", "."): value for name, value in changes.items()}})
+
+
+def idle_algorithm(config: Config) -> Algorithm:
+    """Acts at random and learns one number: a record that compiles at once, for tests of everything around it."""
+    batch, positions = config.train.batch_size, config.train.unroll_steps + 1
+
+    def act(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array, explore: bool) -> Decision:
+        del params, explore
+        action = jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf)).astype(jnp.int32)
+        count = observation.shape[0]
+        return Decision(action=action, policy=jnp.full((count, 3), 1 / 3), value=jnp.zeros(count))
+
+    def targets(params: Params, batch_: Batch) -> Targets:
+        del params
+        one, value = jnp.ones((batch, positions)), batch_.partial_return
+        return Targets(batch_.policy, value, batch_.reward, one, one, one[:, 1:])
+
+    def loss(params: Params, batch_: Batch, targets: Targets) -> LossOutput:
+        del batch_
+        error = targets.value[:, 0] - params["w"]
+        return LossOutput(loss=jnp.square(error), priority=jnp.abs(error), metrics={})
+
+    return Algorithm(
+        init=lambda key: {"w": jax.random.normal(key)},
+        act=act,
+        value=lambda params, observation: jnp.full(observation.shape[0], params["w"]),
+        targets=targets,
+        loss=loss,
+    )
 
 
 def counting_env(num_players: int = 1) -> Environment:

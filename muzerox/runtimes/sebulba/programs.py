@@ -64,7 +64,7 @@ def make_programs(
     """
     options = compiler_options(threads)
     choose_action = make_choose(algorithm, random_action=config.train.random_action)
-    apply = make_apply(config, algorithm)
+    apply = jax.jit(make_apply(config, algorithm), inline=True)  # traced once, though its shapes are asked for first
     observation_bytes = math.prod(spec.observation_shape) * jnp.dtype(spec.observation_dtype).itemsize
     targets_apart = bool(config.reanalyzed) or searching_apart or observation_bytes > _CARRIED
 
