@@ -94,7 +94,8 @@ def points_of(task: Task, hardware: Any, most_seconds: float, first: int) -> Ite
     from scipy.stats import qmc
 
     from predictor import RuntimePredictor
-    from tuner.bridge import Config, ConfigError, concrete, cycle_of
+    from tuner.bridge import Config, ConfigError, concrete
+    from tuner.session import cycle_of
     from tuner.workload import describe
 
     axes, model = choices_of(task, hardware), RuntimePredictor()

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["Agent", "Config", "TrainResult", "UserError", "evaluate_run", "resume", "train"]
 
 _MODULES = {
-    "Agent": "agent",
-    "Config": "config",
-    "TrainResult": "training",
-    "UserError": "errors",
-    "evaluate_run": "agent",
-    "resume": "training",
-    "train": "training",
+    "Agent": ".agent",
+    "Config": ".config",
+    "TrainResult": ".training",
+    "UserError": ".errors",
+    "evaluate_run": ".agent",
+    "resume": ".training",
+    "train": ".training",
 }
 
 

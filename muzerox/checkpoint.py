@@ -145,11 +145,14 @@ class Checkpoints:
 
         Raises CheckpointError when a save failed.
         """
-        if not self._pending or (not wait and self._manager.is_saving_in_progress()):
+        if not self._pending:
             return []
-        done, self._pending = self._pending, []
-        with self._writing():
-            self._manager.wait_until_finished()  # a save that failed is no longer in progress either: only this tells
+        if wait or not self._manager.is_saving_in_progress():
+            done, self._pending = self._pending, []
+            with self._writing():
+                self._manager.wait_until_finished()  # a save that failed is no longer in progress either: only this tells
+        else:  # the newest is under way, which began once those before it had ended
+            done, self._pending = self._pending[:-1], self._pending[-1:]
         return [step for step in done if (self.directory / str(step)).is_dir()]
 
     @contextmanager

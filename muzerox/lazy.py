@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are asked for: the process of a simulator needs neither JAX nor the rest."""
+"""Names of a module that are imported when they are asked for: who needs neither JAX nor the rest does not wait for them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``package`` (PEP 562).
+def lazy_names(owner: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of the module ``owner`` (PEP 562).
 
     Args:
-      modules: by name, the module of the package that defines it.
+      modules: by name, the module that defines it; with a dot before it, one of the package ``owner``.
     """
 
     def find(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-        setattr(sys.modules[package], name, value)
+            raise AttributeError(f"module {owner!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(modules[name], owner), name)
+        setattr(sys.modules[owner], name, value)
         return value
 
     return find

@@ -14,10 +14,11 @@ from rich.table import Table
 
 from muzerox.config import Config
 from muzerox.run_dir import RunDir
-from muzerox.types import Report
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
+
+    from muzerox.types import Report
 
 # Metrics that are above 0 where the network cannot represent what it is to learn, and the key of ``network`` that is too small.
 _CLIPPED = {"reward_clipped": "reward_bound", "value_clipped": "value_bound"}

@@ -103,9 +103,11 @@ def fit_offsets(
     here = [i for i, m in enumerate(measurements) if m.hardware.id == measurements[-1].hardware.id]
     # What compiling costs, in seconds and in memory, is told by those that compiled.
     compiled = [i for i in here if not measurements[i].from_cache]
+    # Seconds, by those that had no more cores for it than they have.
+    alone = [i for i in compiled if measurements[i].compile_cores is None]
 
     def log_offset(name: str) -> np.float32:
-        rows = compiled if name == "log_compile" else here
+        rows = alone if name == "log_compile" else here
         figures = [(getattr(measurements[i], _FIGURES[name]), estimates[name][i]) for i in rows]
         differences = [float(np.log(figure) - estimate) for figure, estimate in figures if figure]
         return np.float32(recent_median(differences, float(getattr(before, name))))

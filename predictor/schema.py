@@ -229,6 +229,7 @@ class Measurement(_Record):
     acting_staleness: float | None = None  # age of the parameters that chose an action, updates
     waits: dict[str, float] = dataclasses.field(default_factory=dict)  # threads waiting, by what they wait for
     from_cache: bool = False  # an earlier process had compiled its programs: a first run takes longer, and half a GiB more
+    compile_cores: int | None = None  # that compiling took, where it was lent more than the workload has
     schema: int = SCHEMA
 
     @classmethod

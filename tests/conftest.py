@@ -10,6 +10,7 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported; XLA_FLAGS when it first compiles
 
 import jax
+from hypothesis import settings
 
 from muzerox.compilation import enable_cache
 
@@ -22,6 +23,8 @@ if jax.__version__.startswith("0.10."):
     QUICKLY += " --xla_cpu_use_fusion_emitters=false"
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+settings.register_profile("any machine", deadline=None)  # one that stands still for a moment has not failed
+settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

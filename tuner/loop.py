@@ -270,6 +270,7 @@ class _Tuning:
                 loop_counts=counts,
                 hopeless=HOPELESS * min(trial.seconds for trial in self.trials if trial.seconds),
                 reference=self.anchor.beside(Config.from_dict(first.config), first.measurement, timeout),
+                compile_cores=max(self.space.options("allocation.cores"), default=None),
                 say=self.progress.say,
             )
         each = (time.monotonic() - before) / len(measurements)

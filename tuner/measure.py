@@ -37,9 +37,9 @@ def patience(first_seconds: float, compile_seconds: float) -> float:
 
 
 class Timing:
-    """One configuration in a worker, and what its bursts measured so far."""
+    """One configuration in a worker, and what its bursts measured so far. ``compile_cores``: see :func:`measure_config`."""
 
-    def __init__(self, config: Config, *, hardware: Hardware, timeout: float):
+    def __init__(self, config: Config, *, hardware: Hardware, timeout: float, compile_cores: int | None = None):
         self.config, self.hardware = concrete(config, hardware.platform), hardware
         self.started = time.monotonic()
         self.bursts: dict[int, list[dict[str, Any]]] = {}  # by loop_count
@@ -47,7 +47,8 @@ class Timing:
         self.failure: WorkerFailed | None = None
         self.others = 0.0  # cores that other programs took during its last burst, of those it may use
         self.patient = True  # of late others have ended while what is beside it was measured
-        request = {"kind": "train", "config": self.config.to_dict(), "allocation": self.config.to_dict().get("allocation", {})}
+        tree = self.config.to_dict()
+        request = {"kind": "train", "config": tree, "allocation": tree.get("allocation", {}), "compile_cores": compile_cores}
         self.worker = Worker(request, timeout=timeout)
 
     def wait(self) -> None:
@@ -102,7 +103,7 @@ class Timing:
             "hardware": self.hardware,
             "workload": describe(config),
             "wall_seconds": time.monotonic() - self.started,
-            **{name: self.ready.get(name) for name in ("compile_seconds", "warmup_seconds")},
+            **{name: self.ready.get(name) for name in ("compile_seconds", "warmup_seconds", "compile_cores")},
             "from_cache": self.ready.get("from_cache", False),
         }
         if self.failure is not None:
@@ -177,6 +178,7 @@ def measure_config(
     loop_counts: Sequence[int] = (),
     hopeless: float = math.inf,
     reference: Reference | None = None,
+    compile_cores: int | None = None,
     say: Say | None = None,
 ) -> list[Measurement]:
     """Measures a configuration in a subprocess, under its allocation.
@@ -188,6 +190,7 @@ def measure_config(
       enough, hopeless: see :class:`Bursts`.
       loop_counts: measured too, in the same process and in alternation: they share the compiled program.
       reference: timed in alternation with it, and seconds are told as of when those of the reference were ``then``.
+      compile_cores: that it is lent until it is compiled, where its allocation has fewer.
       say: is told, in a line, where other programs disturbed it.
 
     Returns:
@@ -197,7 +200,12 @@ def measure_config(
       UserError: a configuration that this machine cannot be asked for.
     """
     bursts = Bursts(repeats, seconds, enough, hopeless)
-    (found,) = measure_group([(config, loop_counts)], bursts, hardware=hardware, timeout=timeout, reference=reference, say=say)
+    timing = Timing(config, hardware=hardware, timeout=timeout, compile_cores=compile_cores)
+    try:
+        timing.wait()
+        (found,) = measure_timings([timing], [loop_counts], bursts, reference, say)
+    finally:
+        timing.worker.stop()
     return found
 
 
@@ -218,9 +226,16 @@ def measure_in_alternation(
     that would end after ``until``, by ``time.monotonic()``, if it took as long as those before. ``say`` is told where other
     programs disturbed them.
     """
-    bursts = Bursts(rounds, seconds, fewest=fewest, until=until)
-    group = [(config, ()) for config in configs]
-    return [first for first, *_ in measure_group(group, bursts, hardware=hardware, timeout=timeout, say=say)]
+    timings: list[Timing] = []
+    try:
+        for config in configs:
+            timings.append(Timing(config, hardware=hardware, timeout=timeout))
+            timings[-1].wait()  # one after the other: two compilations at once would fight for the cores
+        bursts = Bursts(rounds, seconds, fewest=fewest, until=until)
+        return [first for first, *_ in measure_timings(timings, [()] * len(timings), bursts, say=say)]
+    finally:
+        for timing in timings:
+            timing.worker.stop()
 
 
 def measure_beside(
@@ -269,34 +284,6 @@ def _told_as_of(ours: Measurement, then: float, others: Sequence[float]) -> Meas
     )
 
 
-def measure_group(
-    group: Sequence[tuple[Config, Sequence[int]]],
-    bursts: Bursts,
-    *,
-    hardware: Hardware,
-    timeout: float = TIMEOUT,
-    reference: Reference | None = None,
-    say: Say | None = None,
-) -> list[list[Measurement]]:
-    """The same of configurations that are each measured at further loop counts too, in their own processes.
-
-    Args:
-      group: configurations, and the loop counts beside their own.
-
-    Returns:
-      For each configuration its Measurement, and one for each further loop count.
-    """
-    ours: list[Timing] = []
-    try:
-        for config, _ in group:
-            ours.append(Timing(config, hardware=hardware, timeout=timeout))
-            ours[-1].wait()  # one after the other: two compilations at once would fight for the cores
-        return measure_timings(ours, [counts for _, counts in group], bursts, reference, say)
-    finally:
-        for timing in ours:
-            timing.worker.stop()
-
-
 def measure_timings(
     timings: Sequence[Timing],
     loop_counts: Sequence[Sequence[int]],
@@ -304,9 +291,14 @@ def measure_timings(
     reference: Reference | None = None,
     say: Say | None = None,
 ) -> list[list[Measurement]]:
-    """The same of processes that are up, which stay alive; ``loop_counts`` of each beside its own.
+    """Measures processes that are up, which stay alive, in alternation: one burst each a round, in an order that turns.
 
-    ``say`` is told, in a line, where other programs disturbed them.
+    Args:
+      loop_counts: of each, to measure beside its own.
+      say: is told, in a line, where other programs disturbed them.
+
+    Returns:
+      For each its Measurement, and one for each further loop count.
     """
     wanted = [
         list(dict.fromkeys([timing.config.runtime.loop_count, *further]))

@@ -13,16 +13,21 @@ import sys
 from typing import Any
 
 
-def _take_allocation(request: dict[str, Any]) -> None:
+def _take_allocation(request: dict[str, Any]) -> list[int]:
     """Before jax is imported: XLA sizes its thread pool and its share of an accelerator once, when it starts.
 
-    What it sees of accelerators is read when a device is first touched: ``allocated`` is early enough for that.
+    What it sees of accelerators is read when a device is first touched: ``allocated`` is early enough for that. Returns the cores
+    that compiling may take, where they are more than the allocation's.
     """
-    allocation = request["allocation"]
+    allocation, lent = request["allocation"], list[int]()
     if allocation.get("cores") is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: allocation["cores"]])
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[: allocation["cores"]])
+        if (request.get("compile_cores") or 0) > allocation["cores"]:
+            lent = cores[: request["compile_cores"]]
     if allocation.get("device_memory") is not None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(allocation["device_memory"])
+    return lent
 
 
 def _die_with_the_parent() -> None:
@@ -54,13 +59,14 @@ def main() -> None:
     _die_with_the_parent()
     request = json.loads(sys.stdin.readline())
     try:
-        _take_allocation(request)
+        lent = _take_allocation(request)
         if request["kind"] == "fingerprint":
             from tuner.fingerprint import measure_rates
 
             answer(**measure_rates())
             return
-        from tuner.bridge import Config, Session, allocated, enable_cache, measure_drift
+        from tuner.bridge import Config, allocated, enable_cache, measure_drift
+        from tuner.session import Session
 
         config = Config.from_dict(request["config"])
         if request["kind"] == "drift":
@@ -70,9 +76,9 @@ def main() -> None:
                 found = measure_drift(config, request["levels"], **asked)
             answer(levels=found)
             return
-        with allocated(config), contextlib.closing(Session(config)) as session:
+        with allocated(config), contextlib.closing(Session(config, lent)) as session:
             names = ("compile_seconds", "warmup_seconds", "from_cache")
-            answer(**{name: getattr(session, name) for name in names})
+            answer(compile_cores=len(lent) or None, **{name: getattr(session, name) for name in names})
             for line in sys.stdin:
                 answer(**session.burst(**json.loads(line)))
     except BrokenPipeError:

@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "auto_reset": "wrappers",
-    "check_env": "contract",
-    "check_host_env": "contract",
-    "in_process": "host",
-    "on_host": "host",
+    "auto_reset": ".wrappers",
+    "check_env": ".contract",
+    "check_host_env": ".contract",
+    "in_process": ".host",
+    "on_host": ".host",
 }
 
 __getattr__ = lazy_names(__name__, _MODULES)

@@ -37,6 +37,25 @@ def test_every_thread_keeps_to_the_cores_and_gets_them_back() -> None:
         thread.join()
 
 
+def test_what_is_lent_is_taken_back() -> None:
+    """From threads that were there before, and from those that began meanwhile."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(2)]
+    threads[0].start()
+    try:
+        before = allocation.available_cores()
+        with allocation.applied(AllocationConfig(cores=1)):
+            with allocation.lent(before):
+                assert affinities() == {frozenset(before)}
+                threads[1].start()
+            assert affinities() == {frozenset(before[:1])}
+        assert affinities() == {frozenset(before)}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_nothing_is_limited_without_an_allocation() -> None:
     before = affinities()
     with allocation.applied(AllocationConfig()):

@@ -47,6 +47,18 @@ def test_twice_n_is_n_save_load_n(tmp_path: Path, env: str, kind: str) -> None:
     assert_same(straight, resumed)
 
 
+def test_a_save_is_told_though_another_is_under_way(tmp_path: Path) -> None:
+    """Else a run whose saves take as long as what is between them never says that it saved."""
+    writer = Checkpoints(tmp_path / "checkpoints", writable=True)
+    told: list[int] = []
+    for step in range(1, 6):
+        writer.save(step, {"x": np.zeros(2**20)}, {"x": np.zeros(1)})
+        told += writer.finished()
+        assert told in (list(range(1, step)), list(range(1, step + 1)))
+    assert told + writer.finished(wait=True) == [1, 2, 3, 4, 5]
+    writer.close()
+
+
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> None:
     config = tiny_config()
     whole = train(config.replace("train.max_env_steps", 1024), tmp_path / "whole", quiet=True)

@@ -192,7 +192,7 @@ def configs(draw: st.DrawFn) -> Config:
     return Config().replace(changes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(configs())
 def test_round_trips(config: Config) -> None:
     assert config_io.loads(config_io.dumps(config)) == config

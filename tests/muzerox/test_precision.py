@@ -160,7 +160,7 @@ def test_what_is_packed_comes_back_bit_for_bit(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "static", "dynamic"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(finite=st.lists(st.booleans(), max_size=30), period=st.integers(1, 4), exponent=st.integers(0, 40))
 def test_loss_scale_sequence(kind: str, finite: list[bool], period: int, exponent: int) -> None:
     config = PrecisionConfig(level="O0", loss_scale=kind, initial_loss_scale=2.0**exponent, loss_scale_period=period)

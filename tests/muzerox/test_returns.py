@@ -50,7 +50,7 @@ def _stack(walks: list[Walk], name: str) -> np.ndarray:
     return np.stack([getattr(walk, name) for walk in walks])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(windows())
 def test_n_step_is_the_walk_through_the_episode(window: tuple) -> None:
     n, unroll, discount, players, walks = window
@@ -67,7 +67,7 @@ def test_n_step_is_the_walk_through_the_episode(window: tuple) -> None:
             np.testing.assert_allclose(target, n_step_target(walk, k, n, discount), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(windows())
 def test_masks_follow_the_first_end(window: tuple) -> None:
     _, unroll, _, _, walks = window

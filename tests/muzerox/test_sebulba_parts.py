@@ -337,7 +337,7 @@ def test_a_worker_that_fails_while_it_is_given_up_does_not_come_back() -> None:
     assert [worker.given_up for seen in entered for worker in seen] == [True, False, True, False]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
 def test_a_meter_gives_what_it_was_given_and_starts_again(values: list[float]) -> None:
     meter = Meter()

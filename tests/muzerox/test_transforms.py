@@ -35,7 +35,7 @@ def reference_inverse(y: float) -> float:
 jit_h, jit_inverse = jax.jit(signed_hyperbolic), jax.jit(signed_parabolic)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(finite, min_size=16, max_size=16))
 def test_transform_and_inverse_in_float32(values: list[float]) -> None:
     x = np.array(values, np.float32)
@@ -74,7 +74,7 @@ def test_support(bound: float, bins: int) -> None:
 
 
 @pytest.mark.parametrize(("bound", "bins"), SHAPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-1.0, 1.0, width=32, allow_subnormal=False), min_size=8, max_size=8))
 def test_two_hot(bound: float, bins: int, shares: list[float]) -> None:
     x = (np.array(shares) * bound).astype(np.float32).reshape(2, 4)

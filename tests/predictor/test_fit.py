@@ -363,6 +363,19 @@ def test_the_base_is_part_of_the_whole(fitted: RuntimePredictor, family: Family,
     assert np.any(difference != 0.0)
 
 
+def test_who_was_lent_cores_does_not_say_how_long_compiling_takes(
+    make_workload: Callable[..., Workload], hardware: Hardware, measure: Measure
+) -> None:
+    model, workload = RuntimePredictor(), make_workload()
+    before = model.predict(workload, hardware)
+    figures = {"compile_seconds": before.compile_seconds / 10.0, "peak_bytes": before.peak_bytes / 2.0}
+    after = model.calibrate([measure(workload, before.seconds_per_env_step, compile_cores=2, **figures)]).predict(
+        workload, hardware
+    )
+    assert after.compile_seconds == before.compile_seconds
+    assert after.peak_bytes < before.peak_bytes * 0.9  # which is as it was
+
+
 def test_runs_from_the_cache_do_not_say_what_compiling_costs(
     make_workload: Callable[..., Workload], hardware: Hardware, measure: Measure
 ) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -18,7 +18,6 @@ from tuner.bridge import Config
 amounts = hnp.arrays(np.float32, (4, 3), elements=st.integers(0, 10_000).map(lambda n: n / 100.0))
 
 
-@settings(deadline=None)  # the first call compiles
 @given(amounts, amounts, amounts)
 def test_an_allocation_is_the_demand_between_the_limits(wanted: np.ndarray, minimum: np.ndarray, maximum: np.ndarray) -> None:
     found = np.asarray(allocate.allocate(wanted, allocate.Limits(minimum, maximum)))
@@ -42,7 +41,6 @@ def test_the_correction_is_the_median_of_measured_over_predicted() -> None:
     np.testing.assert_allclose(allocate.correction(np.zeros((0, 3)), np.zeros((0, 3))), [1.0, 1.0, 1.0])
 
 
-@settings(deadline=None)  # the first call compiles
 @given(amounts, amounts)
 def test_a_correction_moves_towards_the_demand_and_never_past_it(allocated: np.ndarray, wanted: np.ndarray) -> None:
     room = allocate.Limits(np.zeros(3), np.full(3, 1e9))

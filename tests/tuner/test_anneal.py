@@ -145,7 +145,7 @@ def make_free(sizes: np.ndarray) -> tuple[np.ndarray, np.uint32]:
 )
 @example(sizes=[1, 1, 1, 1], seed=0, uniform=0.5, width=0.1)
 @example(sizes=[1, 2, 1, 2], seed=0, uniform=0.0, width=1e6)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_move_changes_one_dimension_and_stays_in_range(sizes: list[int], seed: int, uniform: float, width: float) -> None:
     random = np.random.default_rng(seed)
     grid = np.int32(sizes)

@@ -190,11 +190,11 @@ def test_interrupted_a_tuning_that_is_gone_on_with_leaves_what_was_compared(
     tuned: tuner.TuneResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
-    # One that looks a thousand times as fast, and was compared with nothing.
-    last, moved = tuned.history[-1], {"runtime.loop_count": 1 if tuned.config.runtime.loop_count == 2 else 2}
-    config = Config.from_dict(last.config).replace(moved).to_dict()
-    made = {"number": len(tuned.history), "changes": {**last.changes, **moved}, "config": config}
-    faster = dataclasses.replace(last, id="another", **made)
+    # One that looks a thousand times as fast, and was compared with nothing; at the start's level, which is not examined.
+    first, moved = tuned.history[0], {"runtime.loop_count": 1 if tuned.config.runtime.loop_count == 2 else 2}
+    config = Config.from_dict(first.config).replace(moved).to_dict()
+    made = {"number": len(tuned.history), "changes": {**first.changes, **moved}, "config": config}
+    faster = dataclasses.replace(first, id="another", role="annealed", **made)
     copy.append(remeasured(faster, seconds_per_env_step=1e-9))
     before = copy.result_file.read_text()
     with Interrupted(600.0, quiet=False) as progress:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from muzerox import usage
 from muzerox.compilation import cache_use
 from muzerox.networks.layers import relu
 from predictor import Hardware, Measurement, Outcome, Workload
@@ -282,6 +283,30 @@ def test_a_measurement_says_whether_its_programs_had_been_compiled(
     first, again = (measure_config(tiny, hardware=machine, repeats=1, seconds=0.05)[0] for _ in range(2))
     assert (first.from_cache, again.from_cache) == (False, True)
     assert again.compile_seconds < first.compile_seconds
+
+
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+def test_cores_are_lent_until_the_program_is_compiled(tiny_threads: Config, machine: Hardware) -> None:
+    """And then every thread, of every process, is kept to its own."""
+    narrow = tiny_threads.replace({"allocation.cores": 1, "runtime.step_in": "process"})
+    timing = Timing(narrow, hardware=machine, timeout=120.0, compile_cores=2)
+    with timing.worker:
+        timing.wait()
+        processes = [timing.worker.pid, *(pid for pid in usage.descendants() if pid != timing.worker.pid)]
+        threads = [int(thread) for pid in processes for thread in os.listdir(f"/proc/{pid}/task")]
+        cores = {core for thread in threads for core in os.sched_getaffinity(thread)}
+        timing.burst(0.05)
+        measurement = timing.measurement()
+    assert len(processes) > 2  # simulators
+    assert len(threads) > 8
+    assert len(cores) == 1
+    assert (measurement.outcome, measurement.compile_cores) == (Outcome.OK, 2)
+    assert measurement.workload.cores == 1
+
+
+def test_who_has_as_many_cores_is_lent_none(tiny: Config, machine: Hardware) -> None:
+    (found,) = measure_config(tiny, hardware=machine, repeats=1, seconds=0.05, compile_cores=CORES)
+    assert (found.outcome, found.compile_cores) == (Outcome.OK, None)
 
 
 def test_what_is_hopeless_is_not_timed_to_the_end(tiny: Config, machine: Hardware) -> None:

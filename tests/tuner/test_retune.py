@@ -125,15 +125,20 @@ SETTINGS = {
     "train.target_return": None,  # nothing is left of a training whose return may be reached at any moment
 }
 BEFORE_SECONDS = 20.0  # of training until the regime changes: it has been seen what a phase costs
+# Of tuner.phases, where it does not matter how surely a switch is the right one.
+SHORTER = {"SETTLE_SECONDS": 1, "REFERENCE_SECONDS": 4, "REFERENCE_REPORTS": 4, "WINDOW_SECONDS": 3, "WINDOW_REPORTS": 3}
 CHANGE = 32_000_000  # steps, which no machine makes meanwhile
 SIMULATORS = Path(__file__).parents[2] / "benchmarks" / "simulators"
 FOLLOW = """
 import sys
 from pathlib import Path
+from tuner import phases
 from tuner.bridge import RunDir, load_config
 from tuner.fingerprint import fingerprint
 from tuner.retune import train_in_phases
 out = Path(sys.argv[1])
+for name, value in zip(sys.argv[2::2], map(float, sys.argv[3::2])):
+    setattr(phases, name, value)
 config = load_config(out / "start.toml")
 run = RunDir(out / "run")
 how = train_in_phases(config, run, ["--config", str(out / "start.toml"), "--out", str(run.path)], fingerprint(), as_json=True)
@@ -147,22 +152,23 @@ def with_simulators() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-def follow(folder: Path) -> subprocess.Popen[bytes]:
-    """A training in phases whose simulators grow dear on the way."""
+def follow(folder: Path, **shorter: float) -> subprocess.Popen[bytes]:
+    """A training in phases whose simulators grow dear on the way; with constants of ``tuner.phases`` that are ``shorter``."""
     environment = with_simulators() | {"REGIME_COUNTER": str(folder / "steps"), "REGIME_CHANGE": str(CHANGE)}
     config = Config.preset("gymnasium:CartPole-v1").replace(SETTINGS)
     folder.mkdir(exist_ok=True)
     (folder / "start.toml").write_text(toml(config).replace("gymnasium:CartPole-v1", "gymnasium:regimes:Growing-v0"))
     with (folder / "log").open("ab") as log:
-        return subprocess.Popen([sys.executable, "-c", FOLLOW, str(folder)], stderr=log, stdout=log, env=environment)
+        constants = [str(part) for pair in shorter.items() for part in pair]
+        return subprocess.Popen([sys.executable, "-c", FOLLOW, str(folder), *constants], stderr=log, stdout=log, env=environment)
 
 
-def change_regime(folder: Path, process: subprocess.Popen[bytes], seconds: float = 300.0) -> None:
-    """Once the training has gone on for a while: simulators count in the size of a file."""
-    run, deadline = RunDir(folder / "run"), time.monotonic() + seconds
+def change_regime(folder: Path, process: subprocess.Popen[bytes], after: float = BEFORE_SECONDS) -> None:
+    """Once the training has gone on for so many seconds: simulators count in the size of a file."""
+    run, deadline = RunDir(folder / "run"), time.monotonic() + 300.0
     while process.poll() is None and time.monotonic() < deadline:
         rows = run.metrics() if run.metrics_file.exists() else []
-        if max((row.get("train_seconds", 0.0) for row in rows), default=0.0) > BEFORE_SECONDS:
+        if max((row.get("train_seconds", 0.0) for row in rows), default=0.0) > after:
             os.truncate(folder / "steps", CHANGE)
             return
         time.sleep(0.2)
@@ -261,9 +267,9 @@ def test_killed_during_a_switch_the_run_is_saved_and_goes_on(tmp_path: Path) -> 
     chance = random.Random(0)
     for number in range(3):
         folder = tmp_path / str(number)
-        process = follow(folder)
+        process = follow(folder, **SHORTER)
         run = RunDir(folder / "run")
-        change_regime(folder, process)
+        change_regime(folder, process, after=7.0)
         wait_for_switch(folder, process, (switches.ON_TRIAL,))
         time.sleep(chance.uniform(0.0, 8.0))
         process.send_signal(signal.SIGKILL)

@@ -18,13 +18,14 @@ import tuner
 from muzerox import UserError, usage
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, Workload, hardware_rates
 from tuner import comparison
-from tuner.bridge import Config, Session, concrete
+from tuner.bridge import Config, concrete
 from tuner.history import TuneDir, shared_measurements
 from tuner.measure import Timing, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
 from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, energy, excluded, price
 from tuner.report import pipeline_row, wait_rows
 from tuner.residual import make_residual
+from tuner.session import Session
 from tuner.workload import describe
 
 

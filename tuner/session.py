@@ -1,0 +1,150 @@
+"""A training session that can be timed in bursts: what the subprocess of a measurement runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tuner.bridge import (
+    Config,
+    cache_use,
+    enable_cache,
+    energy,
+    lent_cores,
+    make_algorithm,
+    make_env,
+    make_runtime,
+    make_window,
+    resolve,
+    resolve_kind,
+    usage,
+)
+
+_LEAST_DISPATCHES = 4  # of a burst under threads
+
+
+def cycle_of(config: Config) -> int:
+    """Updates of the shortest burst. Rows are made every so many updates: a burst of whole cycles holds its share of both."""
+    rows = config.runtime.num_envs * config.selfplay_workers
+    cycle = max(1, math.ceil(rows / float(config.train.batch_size / config.replay_ratio)))
+    if config.runtime.kind != "sebulba":
+        return cycle
+    # Whole dispatches, and several: the first of a burst and its last overlap with nothing.
+    loop_count = config.runtime.loop_count
+    return loop_count * max(_LEAST_DISPATCHES, math.ceil(cycle / loop_count))
+
+
+class Session:
+    """A training in progress that is timed in bursts. It writes nothing but the compilation cache. Close it.
+
+    Args:
+      lent: cores that it may use until its program is compiled; by default none but its own.
+    """
+
+    def __init__(self, config: Config, lent: Sequence[int] = ()):
+        enable_cache()
+        with cache_use() as from_cache:
+            self._start(config, lent)
+            self.from_cache = from_cache()
+
+    def _start(self, config: Config, lent: Sequence[int]) -> None:
+        start = time.perf_counter()
+        config = config.replace({f"precision.{k}": v for k, v in vars(resolve(config.precision)).items()})
+        env = make_env(config.env)
+        config = resolve_kind(config, env)
+        self._threaded = config.runtime.kind == "sebulba"
+        if self._threaded:
+            # Near its end self-play would no longer run ahead; and who measures may stop this process within a step.
+            config = config.replace({"train.max_env_steps": 2_000_000_000, "runtime.step_timeout": 1e6})
+        self.config = config
+        self._steps_an_update = float(config.train.batch_size / config.replay_ratio)
+        self._cycle = cycle_of(config)
+        jax.devices()  # for which XLA makes as many threads as there are cores: its own
+        with lent_cores(lent) if lent else contextlib.nullcontext():
+            self._runtime = make_runtime(config, env, make_algorithm(config, env.spec))
+            # Playing the first rows can take minutes, and tells nothing of the pace that follows.
+            self._state = self._runtime.prefill(self._runtime.init(jax.random.key(config.seed)))
+            self._run(1, 2 if self._threaded else 1)  # the second batch under threads has to be played for
+        # Saving a checkpoint copies the state: a training needs that much more than the bursts that are timed here.
+        self._saved_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
+        self.compile_seconds = time.perf_counter() - start
+        self._meter, _ = energy.find_meter(jax.default_backend())
+        before = time.perf_counter()
+        # Once more, so that no first use of anything is timed. Threads ran ahead while nobody learnt, until queues were full: it
+        # takes as long until they are as in a training.
+        updates = self._cycle + (make_window(config) if self._threaded else 0)
+        self._run(1, updates)
+        self.warmup_seconds = time.perf_counter() - before
+        self._seconds_an_update = self.warmup_seconds / updates
+
+    def close(self) -> None:
+        """Ends threads and environments."""
+        self._runtime.close()
+
+    def _run(self, n: int, loop_count: int) -> None:
+        self._state, self._report = self._runtime.run(self._state, n, loop_count)
+
+    def _joules(self) -> float | None:
+        """Since the last look; None where nobody tells, and once a counter is gone: seconds are measured all the same."""
+        try:
+            return self._meter.joules() if self._meter else None
+        except OSError:
+            self._meter = None
+            return None
+
+    def burst(self, seconds: float, loop_count: int) -> dict[str, Any]:
+        """Trains for about ``seconds`` in dispatches of ``loop_count`` updates, in whole cycles of acting and learning.
+
+        The last dispatch makes what is left; where not even one fits, it is the only one: next to it, dispatching costs nothing.
+        Under sebulba dispatches are of the configured size, and threads stay at work after a burst: the next goes on from where
+        this one ended, if it follows at once or the process is stopped in between.
+        """
+        cycles = max(1, round(seconds / max(self._seconds_an_update, 1e-9) / self._cycle))
+        updates = cycles * self._cycle
+        if self._threaded:
+            self._run(1, self.config.runtime.loop_count)  # who waited while nobody learnt has stopped
+            loop_count = updates  # asked for at once
+        whole, remainder = divmod(updates, loop_count)
+        self._joules()
+        machine, cpu, wall = usage.machine_cpu_seconds(), usage.cpu_seconds(), time.perf_counter()
+        if whole:
+            self._run(whole, loop_count)
+        if remainder:
+            self._run(1, remainder)
+        wall, cpu, machine_after = time.perf_counter() - wall, usage.cpu_seconds() - cpu, usage.machine_cpu_seconds()
+        joules = self._joules()
+        self._seconds_an_update = wall / updates
+        losses = self._report.metrics.get("loss", math.nan)
+        return {
+            "wall_seconds": wall,
+            "seconds_per_env_step": wall / (updates * self._steps_an_update),
+            "updates_per_second": updates / wall,
+            "cpu_use": cpu / wall,
+            "others_seconds": 0.0 if machine is None or machine_after is None else max(0.0, machine_after - machine - cpu),
+            "peak_bytes": usage.peak_bytes() + self._saved_bytes,
+            "device_peak_bytes": _device_peak_bytes(),
+            "joules_per_env_step": joules / (updates * self._steps_an_update) if joules is not None else None,
+            "finite": bool(math.isfinite(losses)),
+            **_pipeline_figures(self._report.pipeline, wall),
+        }
+
+
+def _pipeline_figures(pipeline: dict[str, float], wall: float) -> dict[str, Any]:
+    """How old what was used was, and threads waiting by what they waited for; nothing of a runtime without threads."""
+    ages = {name: pipeline[f"{name}_mean"] for name in ("batch_staleness", "acting_staleness") if f"{name}_mean" in pipeline}
+    waits = {
+        name.removeprefix("wait_").removesuffix("_seconds"): round(value / wall, 4)
+        for name, value in pipeline.items()
+        if name.startswith("wait_") and name.endswith("_seconds")
+    }
+    return {**ages, "waits": waits}
+
+
+def _device_peak_bytes() -> float | None:
+    stats = jax.devices()[0].memory_stats() or {}
+    return float(stats["peak_bytes_in_use"]) if "peak_bytes_in_use" in stats else None
