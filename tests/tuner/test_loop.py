@@ -304,7 +304,6 @@ def test_a_baseline_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> Non
 
 
 def test_the_energy_is_the_predicted_time_and_a_small_price(tuned: tuner.TuneResult) -> None:
-
     space = space_around(tuned.start, "neutral", "cpu")
     predictor = RuntimePredictor().fit([trial.measurement for trial in tuned.history])
     rates = hardware_rates(tuned.hardware)
@@ -316,15 +315,16 @@ def test_the_energy_is_the_predicted_time_and_a_small_price(tuned: tuner.TuneRes
     def limits(num_envs: float) -> Limits:
         return Limits(*map(jnp.float32, (num_envs, space.max_staleness, 0.001)))
 
+    score = jax.jit(energy)
     fitted = predictor.params, rates, space.base, space.tables()
-    found = energy(jnp.asarray(points), *fitted, limits(space.max_num_envs), nothing, corrected)
+    found = score(jnp.asarray(points), *fitted, limits(space.max_num_envs), nothing, corrected)
     for value, trial in zip(np.asarray(found), tuned.history, strict=True):
         seconds = predictor.predict(describe(Config.from_dict(trial.config)), tuned.hardware).seconds_per_env_step
         assert 0.0 <= value - np.log(seconds) < 0.02
     too_many = space.encode({**tuned.history[0].changes, "runtime.num_envs": max(space.options("runtime.num_envs"))})
-    bounded = jax.jit(energy)(jnp.asarray([too_many]), *fitted, limits(8), nothing, corrected)
+    bounded = score(jnp.asarray([too_many]), *fitted, limits(8), nothing, corrected)
     assert np.isinf(np.asarray(bounded)).all()
-    again = energy(jnp.asarray(points), *fitted, limits(1e9), jnp.asarray(points[1:2]), corrected)
+    again = score(jnp.asarray(points), *fitted, limits(1e9), jnp.asarray(points[1:2]), corrected)
     np.testing.assert_array_equal(np.isinf(np.asarray(again)), [index == 1 for index in range(len(points))])  # never twice
 
 
