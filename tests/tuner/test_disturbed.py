@@ -36,8 +36,7 @@ def test_rounds_that_others_disturb_are_made_again(
         ask, cores = timing.worker.ask, iter(taken)
 
         def ask_beside_others(**request: Any) -> dict[str, Any]:
-            burst = ask(**request)
-            return {**burst, "others_seconds": next(cores) * burst["wall_seconds"]}
+            return {**ask(**request), "wall_seconds": 0.2, "others_seconds": next(cores) * 0.2}  # however long it was
 
         monkeypatch.setattr(timing.worker, "ask", ask_beside_others)
         ((found,),) = measure_timings([timing], [()], Bursts(5, 0.2), say=said.append)
