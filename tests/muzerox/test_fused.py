@@ -248,8 +248,8 @@ def test_any_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
         assert_same_trees(ours.search_tree, theirs.search_tree, rtol=1e-8)
 
 
-@pytest.mark.slow(70)
-@settings(max_examples=12, derandomize=True)
+@pytest.mark.slow(150)
+@settings(max_examples=25, derandomize=True)
 @given(data=st.data())
 def test_any_large_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
     with jax.enable_x64(True):

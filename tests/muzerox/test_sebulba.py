@@ -196,12 +196,10 @@ class Flaky:
         return HostEnvironment(HOST.spec, build)
 
 
-STALLS = 3  # steps, at most, that take longer than ``runtime.step_timeout`` because the machine stands still: failures, too
-
-
-def run_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str, ...], **changes: Any) -> int:
-    """Rows in the ring beyond or short of those counted, once counts, order and threads are right."""
-    config = pipeline_config(train__max_env_steps=steps, runtime__step_timeout=0.4, replay__capacity=2 * steps, **changes)
+def run_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str, ...], **changes: Any) -> tuple[float, int]:
+    """Failures reported, and rows in the ring beyond or short of those counted, once counts, order and threads are right."""
+    # A step that a busy machine makes wait for a second is a failure, too, which nobody asked for.
+    config = pipeline_config(train__max_env_steps=steps, runtime__step_timeout=1.0, replay__capacity=2 * steps, **changes)
     flaky = Flaky(failures=failures, chance=chance, kinds=kinds)
     before = threading.enumerate()
     runtime = make(config, flaky.environment())
@@ -216,22 +214,21 @@ def run_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str
     saved = runtime.snapshot(state)
     flaky.hung.set()
     runtime.close()
-    assert (flaky.left, updates) == (0, last)
-    assert failures <= seen <= failures + STALLS
+    assert (flaky.left, seen, updates) == (0, failures, last)
     needed = sebulba.pipeline.make_pace(config).steps_before(last)
     assert saved.env_steps == -(-needed // 4) * 4
     assert check_rows(saved) * 4 == saved.env_steps, "the ring holds every row that was counted, once"
     assert threads_beside(before, seconds=10) == []
-    return check_rows(saved) * 4 - saved.env_steps
+    return seen, check_rows(saved) * 4 - saved.env_steps
 
 
 def test_failures_of_simulators_cost_no_row_and_no_deadlock() -> None:
-    assert run_with_failures(8, 1200, 0.05, ("raise before", "raise after", "exit", "hang")) == 0
+    assert run_with_failures(8, 1200, 0.05, ("raise before", "raise after", "exit", "hang")) == (8, 0)
 
 
 @pytest.mark.slow
 def test_fifty_failures_in_one_run() -> None:
-    assert run_with_failures(50, 12_000, 0.03, ("raise before", "raise after", "exit", "hang")) == 0
+    assert run_with_failures(50, 12_000, 0.03, ("raise before", "raise after", "exit", "hang")) == (50, 0)
 
 
 @pytest.mark.slow
@@ -240,7 +237,7 @@ def test_fifty_failures_of_processes_in_one_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("ORDERS", str(tmp_path))
     env = make_env("gymnasium:host_simulators:Ordered-v0")
     steps, failures = 40_000, 50
-    changes = {"runtime__step_in": "process", "runtime__step_timeout": 1.0, "runtime__num_envs": 8, "replay__capacity": 2 * steps}
+    changes = {"runtime__step_in": "process", "runtime__step_timeout": 2.0, "runtime__num_envs": 8, "replay__capacity": 2 * steps}
     config = pipeline_config(**changes, train__max_env_steps=steps, runtime__loop_count=8).replace("env", env.spec.id)
     runtime = make_runtime(config, env, make_algorithm(config, env.spec))
     orders = [f"{kind}-{i}" for i, kind in enumerate(random.Random(0).choices(("raise", "kill", "hang"), k=failures))]
@@ -253,8 +250,7 @@ def test_fifty_failures_of_processes_in_one_run(tmp_path: Path, monkeypatch: pyt
         seen, updates = seen + report.pipeline.get("failures", 0.0), report.updates
     saved = runtime.snapshot(state)
     runtime.close()
-    assert (orders, list(tmp_path.iterdir()), updates) == ([], [], last)
-    assert failures <= seen <= failures + STALLS
+    assert (orders, list(tmp_path.iterdir()), seen, updates) == ([], [], failures, last)
     needed = sebulba.pipeline.make_pace(config).steps_before(last)
     assert saved.env_steps == int(saved.replay.count.sum()) * 8 == -(-needed // 8) * 8
     # A simulator shows its steps: what a step led to is what the next one starts from, or zero after an end.
