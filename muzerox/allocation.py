@@ -144,8 +144,8 @@ def keep_to(cores: Sequence[int]) -> None:
 def lent(cores: Sequence[int]) -> Iterator[None]:
     """Lets this process, and those that it started, use ``cores`` inside the block, and keeps them to their own after it.
 
-    Compiling is done sooner with more. XLA has made as many threads by then as its own cores are, and programs are compiled for
-    so many.
+    Compiling is done sooner with more, if not as soon as by who owns them: XLA has made as many threads by then as its own cores
+    are, and programs are compiled for so many.
 
     Raises:
       ConfigError: this system cannot.
