@@ -108,7 +108,7 @@ def test_a_signal_saves_draws_and_says_how_to_go_on(
     process = start(["--env", env, "--out", str(out), *options(changes)], log)
     wait_until(lambda: last_saved(log.read_text()) > 0, process)
     process.send_signal(asked)
-    assert process.wait(timeout=30) == 130, log.read_text()
+    assert process.wait(timeout=10) == 130, log.read_text()
     text = log.read_text()
     assert f"stopped and saved; continue with: muzerox train --resume {out}" in text
     assert max(int(p.name) for p in (out / "checkpoints").iterdir()) == last_saved(text) == RunDir(out).metrics()[-1]["updates"]
