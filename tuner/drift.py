@@ -175,7 +175,6 @@ def measure_drift(
     request = {
         "kind": "drift",
         "config": config.to_dict(),
-        "allocation": config.to_dict().get("allocation", {}),
         "levels": list(levels),
         "seconds": seconds,
         "examples": examples,

@@ -120,7 +120,7 @@ def fingerprint(*, again: bool = False, say: Callable[[str], None] = _whisper) -
     with saving("MUZEROX_HOME", home()):  # what cannot be kept is not measured first
         folder.mkdir(parents=True, exist_ok=True)
     say("measuring the machine, once: a few seconds")
-    with Worker({"kind": "fingerprint", "allocation": {}}) as worker:
+    with Worker({"kind": "fingerprint"}) as worker:
         hardware = Hardware.from_dict(worker.answer())
     with saving("MUZEROX_HOME", home()):
         write_atomically(file, json.dumps(hardware.to_dict(), indent=1) + "\n")

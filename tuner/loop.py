@@ -33,6 +33,7 @@ from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import COLDEST, NOTHING, Proposer, temperature_of
 from tuner.result import TuneResult, parse_budget
 from tuner.task import Task
+from tuner.worker_client import started_ahead
 from tuner.workload import describe
 
 AHEAD = 10  # trials: what none of so many more is expected to gain anything by is not begun
@@ -80,6 +81,7 @@ def tune(
     enable_cache()  # annealer and predictor are programs, too
     with Progress(seconds, quiet=quiet) as progress, _on_cpu():
         hardware = fingerprint(say=progress.say)
+        progress.enter(started_ahead())
         if goal.energy and (why := no_energy(hardware.platform)):
             raise UserError("objective", goal.name, f"energy cannot be read on this machine: {why}", "cost")
         start = goal.bounded(concrete(config, hardware.platform), hardware)

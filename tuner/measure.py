@@ -47,8 +47,7 @@ class Timing:
         self.failure: WorkerFailed | None = None
         self.others = 0.0  # cores that other programs took during its last burst, of those it may use
         self.patient = True  # of late others have ended while what is beside it was measured
-        tree = self.config.to_dict()
-        request = {"kind": "train", "config": tree, "allocation": tree.get("allocation", {}), "compile_cores": compile_cores}
+        request = {"kind": "train", "config": self.config.to_dict(), "compile_cores": compile_cores}
         self.worker = Worker(request, timeout=timeout)
 
     def wait(self) -> None:
@@ -230,7 +229,12 @@ def measure_in_alternation(
     try:
         for config in configs:
             timings.append(Timing(config, hardware=hardware, timeout=timeout))
-            timings[-1].wait()  # one after the other: two compilations at once would fight for the cores
+            # Two at once: where its program was compiled before, a process starts on hardly more than one core. Not more, for
+            # compilations would fight for them.
+            if len(timings) > 1:
+                timings[-2].wait()
+        for last in timings[-1:]:
+            last.wait()
         bursts = Bursts(rounds, seconds, fewest=fewest, until=until)
         return [first for first, *_ in measure_timings(timings, [()] * len(timings), bursts, say=say)]
     finally:

@@ -1,7 +1,7 @@
 """The subprocess of a measurement: takes its allocation, then builds a training and times bursts of it on request.
 
 One JSON object a line: a request on stdin, its answer on the descriptor that was stdout. The first request holds the
-configuration and the allocation, later ones ask for bursts. Run as ``python -m tuner.worker``.
+configuration, and its allocation with it; later ones ask for bursts. Run as ``python -m tuner.worker``.
 """
 
 from __future__ import annotations
@@ -11,23 +11,6 @@ import json
 import os
 import sys
 from typing import Any
-
-
-def _take_allocation(request: dict[str, Any]) -> list[int]:
-    """Before jax is imported: XLA sizes its thread pool and its share of an accelerator once, when it starts.
-
-    What it sees of accelerators is read when a device is first touched: ``allocated`` is early enough for that. Returns the cores
-    that compiling may take, where they are more than the allocation's.
-    """
-    allocation, lent = request["allocation"], list[int]()
-    if allocation.get("cores") is not None and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[: allocation["cores"]])
-        if (request.get("compile_cores") or 0) > allocation["cores"]:
-            lent = cores[: request["compile_cores"]]
-    if allocation.get("device_memory") is not None:
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(allocation["device_memory"])
-    return lent
 
 
 def _die_with_the_parent() -> None:
@@ -57,17 +40,21 @@ def main() -> None:
         answers.flush()
 
     _die_with_the_parent()
-    request = json.loads(sys.stdin.readline())
     try:
-        lent = _take_allocation(request)
+        # Before it is asked for anything, since it may have been started ahead of that. No device is touched by it, for which XLA
+        # would make as many threads as there are cores: for that the allocation is early enough.
+        from tuner.bridge import Config, allocated, available_cores, enable_cache, measure_drift
+        from tuner.session import Session
+
+        line = sys.stdin.readline()
+        if not line:
+            return  # it was not needed
+        request = json.loads(line)
         if request["kind"] == "fingerprint":
             from tuner.fingerprint import measure_rates
 
             answer(**measure_rates())
             return
-        from tuner.bridge import Config, allocated, enable_cache, measure_drift
-        from tuner.session import Session
-
         config = Config.from_dict(request["config"])
         if request["kind"] == "drift":
             enable_cache()
@@ -76,6 +63,8 @@ def main() -> None:
                 found = measure_drift(config, request["levels"], **asked)
             answer(levels=found)
             return
+        cores, own = request["compile_cores"] or 0, config.allocation.cores
+        lent = available_cores()[:cores] if own is not None and own < cores else []
         with allocated(config), contextlib.closing(Session(config, lent)) as session:
             names = ("compile_seconds", "warmup_seconds", "from_cache")
             answer(compile_cores=len(lent) or None, **{name: getattr(session, name) for name in names})

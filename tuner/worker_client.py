@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -10,12 +11,92 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import IO, Any, NamedTuple
 
 from predictor import Outcome
 from tuner.bridge import RunFailed
 
 TIMEOUT = 180.0  # seconds that an answer may take
+_COMMAND = ("-P", "-m", "tuner.worker")  # -P: what lies in the user's folder is no package of ours
+
+
+class _Process(NamedTuple):
+    """A worker's, with what it writes on stderr."""
+
+    popen: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+    def end(self) -> None:
+        """It may have ended before."""
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+        for stream in (self.popen.stdin, self.popen.stdout, self.errors):
+            try:
+                stream.close()  # type: ignore[union-attr]
+            except BrokenPipeError:  # what was still to be sent has nobody to go to
+                continue
+
+
+def _start(command: tuple[str, ...]) -> _Process:
+    errors = tempfile.TemporaryFile()
+    popen = subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        start_new_session=True,  # Ctrl-C is ours to answer
+    )
+    return _Process(popen, errors)
+
+
+class _Spare:
+    """The process of the next worker, which imports what that needs while the one before compiles, and waits for a request."""
+
+    def __init__(self) -> None:
+        self._process: _Process | None = _start(_COMMAND)
+
+    def take(self) -> _Process:
+        """It, or a new one where it has ended; the next one is begun."""
+        process, self._process = self._process, None
+        if process is None or process.popen.poll() is not None:
+            self._drop(process)
+            process = _start(_COMMAND)
+        self._process = _start(_COMMAND)
+        return process
+
+    def pause(self) -> None:
+        """Stops it, so that it disturbs nobody who is timed; its first request wakes it."""
+        if self._process is not None and self._process.popen.poll() is None:
+            os.killpg(self._process.popen.pid, signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._drop(self._process)
+        self._process = None
+
+    @staticmethod
+    def _drop(process: _Process | None) -> None:
+        if process is not None:
+            process.end()
+
+
+_spare: ContextVar[_Spare | None] = ContextVar("_spare", default=None)
+
+
+@contextlib.contextmanager
+def started_ahead() -> Iterator[None]:
+    """Inside the block the process of a worker is started before there is a request for it: a second or two less to wait for."""
+    spare = _Spare()
+    token = _spare.set(spare)
+    try:
+        yield
+    finally:
+        _spare.reset(token)
+        spare.close()
 
 
 class WorkerFailed(RunFailed):
@@ -37,20 +118,12 @@ class Worker:
       timeout: seconds an answer may take.
     """
 
-    command: tuple[str, ...] = ("-P", "-m", "tuner.worker")  # -P: what lies in the user's folder is no package of ours
+    command: tuple[str, ...] = _COMMAND
 
     def __init__(self, request: dict[str, Any], *, timeout: float = TIMEOUT):
         self._timeout = timeout
-        self._errors = tempfile.TemporaryFile()
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self._process = subprocess.Popen(
-            [sys.executable, *self.command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is ours to answer
-        )
+        self._spare = _spare.get() if self.command == _COMMAND else None
+        self._process, self._errors = _start(self.command) if self._spare is None else self._spare.take()
         assert self._process.stdout is not None
         self._buffer = b""
         self._selector = selectors.DefaultSelector()
@@ -69,14 +142,8 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the process; it may have ended before."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        _Process(self._process, self._errors).end()
         self._selector.close()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            try:
-                stream.close()  # type: ignore[union-attr]
-            except BrokenPipeError:  # what was still to be sent has nobody to go to
-                continue
 
     @property
     def pid(self) -> int:
@@ -131,6 +198,8 @@ class Worker:
         if "outcome" in fields:
             raise WorkerFailed(Outcome(fields["outcome"]), fields["error"])
         self._signal(signal.SIGSTOP)
+        if self._spare is not None:
+            self._spare.pause()
         return fields
 
     def _died(self) -> None:

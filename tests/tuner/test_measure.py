@@ -30,10 +30,15 @@ from tuner.measure import (
     measure_in_alternation,
     paired_ratio,
 )
-from tuner.worker_client import Worker, WorkerFailed
+from tuner.worker_client import Worker, WorkerFailed, started_ahead
 from tuner.workload import describe
 
-CORES = len(os.sched_getaffinity(0))
+FIRST, CORES = min(os.sched_getaffinity(0)), len(os.sched_getaffinity(0))
+
+
+def state_of(pid: int) -> str:
+    """A letter: what the process is at. Raises FileNotFoundError when it is gone."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_measurement_says_what_a_run_costs(tiny: Config, machine: Hardware) -> None:
@@ -73,16 +78,50 @@ def test_a_run_that_would_outgrow_its_allocation_when_it_saves_has_failed(tiny: 
     assert (short.seconds_per_env_step, short.env_steps_per_second, short.repeats) == (None, None, ()), "nothing may choose it"
 
 
-def test_the_allocation_is_taken_before_jax_starts() -> None:
-    code = "import os, jax; print(len(os.sched_getaffinity(0)), os.environ.get('XLA_CLIENT_MEM_FRACTION'), 'jax' in sys.modules)"
-    program = (
-        "import sys\nfrom tuner import worker\n"
-        "assert 'jax' not in sys.modules, 'importing the worker imports jax'\n"
-        "worker._take_allocation({'allocation': {'cores': 1, 'device_memory': 0.5}})\n"
-        "assert 'jax' not in sys.modules\n" + code
+_TAKES_ITS_ALLOCATION = """
+from tuner.bridge import Config, allocated, enable_cache, measure_drift
+from tuner.session import Session
+import jax, json
+from jax._src import xla_bridge
+
+def threads():
+    return {int(thread): open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")}
+
+early = xla_bridge.backends_are_initialized()
+with allocated(Config().replace({"allocation.cores": 1, "allocation.device_memory": 0.5})):
+    jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))).block_until_ready()
+    pool = sum(name.startswith("tf_XLAEigen") for name in threads().values())
+    cores = {core for thread in threads() for core in os.sched_getaffinity(thread)}
+    print(json.dumps([early, len(cores), os.environ["XLA_CLIENT_MEM_FRACTION"], pool]))
+"""
+
+
+def test_who_was_started_ahead_takes_its_allocation_before_a_device_is_touched() -> None:
+    """XLA makes as many threads as there are cores then, and takes its share of an accelerator's memory."""
+    late, born_with_it = (
+        json.loads(subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120).stdout)
+        for text in (f"import os{_TAKES_ITS_ALLOCATION}", f"import os; os.sched_setaffinity(0, [{FIRST}]){_TAKES_ITS_ALLOCATION}")
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["1", "0.5", "True"]
+    assert late == born_with_it
+    assert late[:3] == [False, 1, "0.5"]
+
+
+def test_a_worker_is_started_ahead_and_ends_with_the_block(tiny: Config) -> None:
+    request, others = {"kind": "train", "config": tiny.to_dict(), "compile_cores": None}, set(usage.descendants())
+    with started_ahead():
+        (ahead,) = set(usage.descendants()) - others
+        with Worker(request, timeout=120.0) as worker:
+            assert worker.pid == ahead
+            worker.answer()
+            (spare,) = set(usage.descendants()) - others - {ahead}
+            assert state_of(spare) == "T", "it could disturb who is timed"
+            assert worker.ask(seconds=0.05, loop_count=1)["finite"]
+            os.kill(spare, signal.SIGKILL)
+            os.waitid(os.P_PID, spare, os.WEXITED | os.WNOWAIT)
+        with Worker(request, timeout=120.0) as worker:
+            assert worker.pid not in (ahead, spare), "it had ended"
+            worker.answer()
+    assert set(usage.descendants()) == others
 
 
 def test_alternation_pairs_the_rounds(tiny: Config, machine: Hardware) -> None:
@@ -158,7 +197,7 @@ def test_a_run_that_dies_is_a_row(tiny: Config, machine: Hardware, number: int, 
 
 
 def test_an_exception_in_a_run_is_a_row(tiny: Config) -> None:
-    request = {"kind": "train", "config": {**tiny.to_dict(), "env": "gymnax:NoSuch-v0"}, "allocation": {}}
+    request = {"kind": "train", "config": {**tiny.to_dict(), "env": "gymnax:NoSuch-v0"}, "compile_cores": None}
     with Worker(request, timeout=120.0) as worker, pytest.raises(WorkerFailed) as caught:
         worker.answer()
     assert caught.value.outcome == Outcome.CRASHED
@@ -198,9 +237,10 @@ def test_a_loss_that_is_not_finite_is_a_row(tiny: Config, machine: Hardware) -> 
 
 
 def test_a_worker_dies_with_its_parent(tiny: Config) -> None:
+    request = json.dumps({"kind": "train", "config": tiny.to_dict(), "compile_cores": None})
     program = (
         "import sys, json, time\nfrom tuner.worker_client import Worker\n"
-        f"worker = Worker(json.loads({json.dumps(json.dumps({'kind': 'train', 'config': tiny.to_dict(), 'allocation': {}}))}))\n"
+        f"worker = Worker(json.loads({request!r}))\n"
         "print(worker.pid, flush=True)\ntime.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -212,7 +252,7 @@ def test_a_worker_dies_with_its_parent(tiny: Config) -> None:
     parent.stdout.close()
     for _ in range(100):
         try:
-            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+            state = state_of(child)
         except FileNotFoundError:
             return
         if state == "Z":  # dead, and nobody has asked how
