@@ -28,10 +28,19 @@ class _Process(NamedTuple):
     popen: subprocess.Popen[bytes]
     errors: IO[bytes]
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended; it may be stopped."""
+        return self.popen.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal, and what it started, unless it has ended."""
+        if self.is_alive:
+            os.killpg(self.popen.pid, number)
+
     def end(self) -> None:
         """It may have ended before."""
-        if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self.popen.wait()
         for stream in (self.popen.stdin, self.popen.stdout, self.errors):
             try:
@@ -57,31 +66,23 @@ class _Spare:
     """The process of the next worker, which imports what that needs while the one before compiles, and waits for a request."""
 
     def __init__(self) -> None:
-        self._process: _Process | None = _start(_COMMAND)
+        self._process = _start(_COMMAND)
 
     def take(self) -> _Process:
         """It, or a new one where it has ended; the next one is begun."""
-        process, self._process = self._process, None
-        if process is None or process.popen.poll() is not None:
-            self._drop(process)
-            process = _start(_COMMAND)
-        self._process = _start(_COMMAND)
-        return process
+        ahead, self._process = self._process, _start(_COMMAND)
+        if ahead.is_alive:
+            return ahead
+        ahead.end()
+        return _start(_COMMAND)
 
     def pause(self) -> None:
         """Stops it, so that it disturbs nobody who is timed; its first request wakes it."""
-        if self._process is not None and self._process.popen.poll() is None:
-            os.killpg(self._process.popen.pid, signal.SIGSTOP)
+        self._process.signal(signal.SIGSTOP)
 
     def close(self) -> None:
         """Ends it."""
-        self._drop(self._process)
-        self._process = None
-
-    @staticmethod
-    def _drop(process: _Process | None) -> None:
-        if process is not None:
-            process.end()
+        self._process.end()
 
 
 _spare: ContextVar[_Spare | None] = ContextVar("_spare", default=None)
@@ -123,11 +124,11 @@ class Worker:
     def __init__(self, request: dict[str, Any], *, timeout: float = TIMEOUT):
         self._timeout = timeout
         self._spare = _spare.get() if self.command == _COMMAND else None
-        self._process, self._errors = _start(self.command) if self._spare is None else self._spare.take()
-        assert self._process.stdout is not None
+        self._process = _start(self.command) if self._spare is None else self._spare.take()
+        assert self._process.popen.stdout is not None
         self._buffer = b""
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        self._selector.register(self._process.popen.stdout, selectors.EVENT_READ)
         try:
             self._send(request)
         except WorkerFailed:  # it has ended already
@@ -142,35 +143,32 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the process; it may have ended before."""
-        _Process(self._process, self._errors).end()
+        self._process.end()
         self._selector.close()
 
     @property
     def pid(self) -> int:
         """The process."""
-        return self._process.pid
+        return self._process.popen.pid
 
     @property
     def is_alive(self) -> bool:
         """Whether the process has not ended; it may be stopped."""
-        return self._process.poll() is None
+        return self._process.is_alive
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends the worker a signal."""
-        os.killpg(self._process.pid, number)
-
-    def _signal(self, number: int) -> None:
-        if self.is_alive:
-            self.kill(number)
+        """Sends the worker a signal, unless it has ended."""
+        self._process.signal(number)
 
     def _send(self, request: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
+        stdin = self._process.popen.stdin
+        assert stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()
         except BrokenPipeError:
             self._died()
-        self._signal(signal.SIGCONT)
+        self._process.signal(signal.SIGCONT)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Sends a request and waits for its answer. Raises WorkerFailed."""
@@ -179,12 +177,13 @@ class Worker:
 
     def answer(self) -> dict[str, Any]:
         """The next answer. Raises WorkerFailed when there is none in time, or it is a failure."""
-        assert self._process.stdout is not None
+        stdout = self._process.popen.stdout
+        assert stdout is not None
         deadline = time.monotonic() + self._timeout
         while b"\n" not in self._buffer:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
                 raise WorkerFailed(Outcome.TIMEOUT, f"no answer within {self._timeout:g} s")
-            part = os.read(self._process.stdout.fileno(), 65536)
+            part = os.read(stdout.fileno(), 65536)
             if not part:
                 self._died()
             self._buffer += part
@@ -197,15 +196,15 @@ class Worker:
             raise WorkerFailed(Outcome.CRASHED, f"its answer is none: {line[:80]!r}")
         if "outcome" in fields:
             raise WorkerFailed(Outcome(fields["outcome"]), fields["error"])
-        self._signal(signal.SIGSTOP)
+        self._process.signal(signal.SIGSTOP)
         if self._spare is not None:
             self._spare.pause()
         return fields
 
     def _died(self) -> None:
-        code = self._process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        code, errors = self._process.popen.wait(), self._process.errors
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().splitlines()
         memory = code == -signal.SIGKILL or any("bad_alloc" in line or "out of memory" in line.lower() for line in said[-20:])
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         raise WorkerFailed(Outcome.OUT_OF_MEMORY if memory else Outcome.CRASHED, f"{how}: {said[-1][:200]}" if said else how)

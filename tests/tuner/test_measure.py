@@ -220,7 +220,7 @@ def test_who_has_ended_before_it_is_asked_leaves_nothing_open() -> None:
         command = ("-c", "import sys; sys.exit(3)")
 
         def _send(self, request: dict[str, Any]) -> None:
-            self._process.wait()  # as where this process has no core for a while
+            self._process.popen.wait()  # as where this process has no core for a while
             super()._send(request)
 
     before = len(os.listdir("/proc/self/fd"))
