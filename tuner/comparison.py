@@ -98,12 +98,12 @@ class Schedule(NamedTuple):
     def _seconds(self, trials: Sequence[Trial]) -> tuple[float, float]:
         """Until all are up, the end's included, and of a round of their bursts."""
         measured = [trial.measurement for trial in trials]
-        compiling = [(1.0 if m.from_cache else _FROM_CACHE) * (m.compile_seconds or 0.0) for m in measured]
-        ready = [_STARTING + late + (m.warmup_seconds or 0.0) for late, m in zip(compiling, measured, strict=True)]
-        bursts = [max(self.burst, m.warmup_seconds or 0.0) for m in measured]
-        if len(trials) == 1:
-            ready, bursts = 2 * ready, [bursts[0], max(self.burst, _RIVAL * bursts[0])]
-        return _TWO_AT_ONCE * sum(ready) + _FINISHING, sum(bursts)
+        ready = [_STARTING + (1.0 if m.from_cache else _FROM_CACHE) * (m.compile_seconds or 0.0) for m in measured]
+        warmups = [m.warmup_seconds or 0.0 for m in measured]
+        bursts = [max(self.burst, warmup) for warmup in warmups]
+        if len(trials) == 1:  # warm-ups aside: a start that is slow to warm up would leave no time to try anything
+            ready, warmups, bursts = 2 * ready, [], [bursts[0], max(self.burst, _RIVAL * bursts[0])]
+        return _TWO_AT_ONCE * (sum(ready) + sum(warmups)) + _FINISHING, sum(bursts)
 
 
 def _fit_together(trials: Sequence[Trial]) -> bool:
