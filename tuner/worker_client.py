@@ -43,10 +43,8 @@ class _Process(NamedTuple):
         self.signal(signal.SIGKILL)
         self.popen.wait()
         for stream in (self.popen.stdin, self.popen.stdout, self.errors):
-            try:
+            with contextlib.suppress(BrokenPipeError):  # what was still to be sent has nobody to go to; it is closed all the same
                 stream.close()  # type: ignore[union-attr]
-            except BrokenPipeError:  # what was still to be sent has nobody to go to
-                continue
 
 
 def _start(command: tuple[str, ...]) -> _Process:
@@ -90,7 +88,10 @@ _spare: ContextVar[_Spare | None] = ContextVar("_spare", default=None)
 
 @contextlib.contextmanager
 def started_ahead() -> Iterator[None]:
-    """Inside the block the process of a worker is started before there is a request for it: a second or two less to wait for."""
+    """Inside the block the process of a worker is started before there is a request for it: a second or two less to wait for.
+
+    One is always ready, stopped while others are timed; the last, which nobody needs, ends with the block.
+    """
     spare = _Spare()
     token = _spare.set(spare)
     try:
