@@ -94,7 +94,7 @@ def test_a_drift_survives_json() -> None:
 def learnt() -> tuple[Config, EnvSpec, Learnt]:
     config = Config.preset("gymnax:CartPole-v1").replace({"replay.min_size": 256, "network.width": 32, "runtime.num_envs": 16})
     config = config.replace({"train.batch_size": 64, "precision.level": "O0", "search.num_simulations": 4})
-    return (config, *learn_and_draw(config, seconds=1.0, examples=64))
+    return (config, *learn_and_draw(config, seconds=30.0, examples=64))  # by updates: how many a second has is the machine's
 
 
 Damage = Callable[[np.ndarray], np.ndarray]
