@@ -60,6 +60,7 @@ def tune_once(start: Any, budget: str, out: Path, home: Path) -> tuple[Any, dict
     from tuner.bridge import load_config, toml
     from tuner.fingerprint import fingerprint
     from tuner.history import TuneDir
+    from tuner.html_report import changed
     from tuner.report import error
     from tuner.result import TuneResult
 
@@ -91,6 +92,7 @@ def tune_once(start: Any, budget: str, out: Path, home: Path) -> tuple[Any, dict
         "seconds": result.seconds,
         "balance": result.balance,
         "allocation": result.config.to_dict()["allocation"],
+        "changes": changed(result.start, result.config),
         "trials": trials,
     }
 

@@ -59,6 +59,9 @@ _SOFTMAX_PASSES = 6.0
 _MOVED_PASSES = 1.0  # of that, what is only moved
 _LEARNER_MOVED_PASSES = 2.0  # and where it is moved back for its gradient
 _NARROW_MOVED_PASSES = 1.2  # more, where a processor moves 16 bits
+# Times an element of a network is narrowed to 16 bits, and all else that a processor lacks instructions for: by 18 trainings at
+# O1 and O2 beside the same at O0 (benchmarks/levels.py), on one that has none to narrow with.
+_NARROWED, _LEARNER_NARROWED = 2.0, 0.9
 _OPTIMIZER_PASSES = 46.0  # joined and taken apart, normed, clipped, two moments, kept where it is not finite
 _PRIORITY_PASSES = 12.0
 # Calls and arrays of what threads do, in dispatches.
@@ -112,6 +115,7 @@ class Rates(NamedTuple):
     copy_bytes_per_second: Value
     dispatch_seconds: Value
     operation_seconds: Value
+    narrowing_seconds: Value
     devices: Value
     on_host: Value  # 1 where the device is the host's processor, else 0
 
@@ -144,10 +148,14 @@ class _Passes(NamedTuple):
     predict: Value
 
 
+def _is_widened(w: Workload, hardware: Rates) -> Value:
+    """1 where a processor widens 16 bits to 32 before it does anything with them, and narrows what it did, else 0."""
+    return hardware.on_host * jnp.where(jnp.asarray(w.compute_bits) <= 16.0, 1.0, 0.0)
+
+
 def _passes(w: Workload, hardware: Rates, moved_passes: float) -> _Passes:
-    """Processors widen 16 bits to 32 before they do anything with them, moving included."""
-    narrow = hardware.on_host * jnp.where(jnp.asarray(w.compute_bits) <= 16.0, 1.0, 0.0)
-    moving = moved_passes + _NARROW_MOVED_PASSES * narrow
+    """Moving, too, is done to what was widened."""
+    moving = moved_passes + _NARROW_MOVED_PASSES * _is_widened(w, hardware)
     return _Passes(
         w.represent_elements + moving * w.represent_moved,
         w.dynamics_elements + moving * w.dynamics_moved,
@@ -161,6 +169,7 @@ class _Search(NamedTuple):
     flops: Value  # a root
     activation_bytes: Value  # a root
     statistic_bytes: Value  # a root
+    elements: Value  # a root, that networks write
     network_operations: Value  # all roots of a batch together
     tree_operations: Value  # likewise
 
@@ -220,6 +229,7 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value, hardware: Rates) ->
             + weights / jnp.maximum(roots, 1.0)  # read at every evaluation
         ),
         statistic_bytes=4.0 * simulations * (statistics * (w.num_actions + _MORE_ACTIONS) + w.hidden_size),
+        elements=w.represent_elements + w.predict_elements + simulations * (w.dynamics_elements + w.predict_elements),
         network_operations=_LAYER_OPERATIONS
         * (w.represent_layers + w.predict_layers + one_by_one * simulations * (w.dynamics_layers + w.predict_layers)),
         tree_operations=walks * simulations * (tree.operations + tree.level_operations * depth),
@@ -283,6 +293,10 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     def moving(count: Value, rows: Value) -> Value:
         return count / copy / _faster_when_large(w, passes, rows, hardware)
 
+    def narrowing(elements: Value, rows: Value) -> Value:
+        each = _is_widened(w, hardware) * hardware.narrowing_seconds
+        return each * elements / _faster_when_large(w, passes, rows, hardware)
+
     def multiplying(count: Value, rows: Value) -> Value:
         added = 1.0 - hardware.on_host * (1.0 - _PRODUCTS)
         return added * count / matmul_rate(w, hardware, shared_products(w, rows))
@@ -295,6 +309,8 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     activations = 3.0 * (
         learnt.represent + w.unroll_steps * (learnt.dynamics + 2.0 * _SOFTMAX_PASSES * w.num_bins) + positions * answers
     ) + positions * (learnt.represent + learnt.predict + _SOFTMAX_PASSES * w.num_bins)
+    written = 3.0 * (w.represent_elements + w.unroll_steps * w.dynamics_elements + positions * w.predict_elements)
+    written = written + positions * (w.represent_elements + w.predict_elements)
     learner_layers = (
         3.0 * (w.represent_layers + w.unroll_steps * w.dynamics_layers + w.predict_layers) + w.represent_layers + w.predict_layers
     )
@@ -310,17 +326,19 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     simulated = jnp.where(jnp.asarray(w.host_step_seconds) > 0.0, 0.0, 1.0)  # by a program
     seconds = (
         multiplying(search.flops, roots),
-        moving(search.activation_bytes, roots),
+        moving(search.activation_bytes, roots) + narrowing(_NARROWED * search.elements, roots),
         searches * search.network_operations * operation,
         searches * search.tree_operations * operation,
         search.statistic_bytes / copy,
         w.replay_ratio * multiplying(3.0 * unrolled + target_flops, w.batch_size) / learning,
-        w.replay_ratio * moving(4.0 * _ACTIVATION_PASSES * activations / learning, w.batch_size),
+        w.replay_ratio
+        / learning
+        * (moving(4.0 * _ACTIVATION_PASSES * activations, w.batch_size) + narrowing(_LEARNER_NARROWED * written, w.batch_size)),
         updates * (_LEARNER_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
         updates * 4.0 * _OPTIMIZER_PASSES * params / hardware.copy_bytes_per_second,
         (row_bytes(w) + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + serial * updates * priority_bytes) / copy,
         refreshed * multiplying(again.flops, again_roots),
-        refreshed * moving(again.activation_bytes, again_roots),
+        refreshed * (moving(again.activation_bytes, again_roots) + narrowing(_NARROWED * again.elements, again_roots)),
         refreshing * (again.network_operations + again.tree_operations) * operation,
         refreshed * again.statistic_bytes / copy,
         simulated * (_ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy),

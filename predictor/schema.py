@@ -103,6 +103,9 @@ class Hardware(_Record):
     dispatch_seconds: float  # calling a compiled program that does nothing, and waiting for it
     operation_seconds: float  # one small operation inside a compiled loop
     one_core_flops: float  # float32, with one core (cpu); float32_flops elsewhere
+    # Of one element, on one core and in its cache, that is written in bfloat16 for float32: one instruction where a processor has
+    # it, several where not. 0: nothing, or not measured (before 2026-11-29).
+    narrowing_seconds: float = 0.0
 
     @property
     def on_host(self) -> bool:

@@ -57,6 +57,7 @@ def draw_pipelines(seed: int, count: int) -> Synthetic:
         "copy_bytes_per_second": np.where(on_host > 0, wide(9.7, 11.3), wide(11.3, 12.6)),
         "dispatch_seconds": wide(-5.3, -4.0),
         "operation_seconds": wide(-6.8, -5.3),
+        "narrowing_seconds": np.zeros(count),  # part of stages, of which the simulator takes any
         "devices": devices,
         "on_host": on_host,
     }

@@ -33,7 +33,7 @@ _MANY = 9  # rounds, which tell their spread themselves
 # but what 31 tunings told and what was found up to an hour later (benchmarks/data/tune.jsonl) 0.064: what is likeliest by these.
 _OF_A_PROCESS = 0.027
 _NINE_IN_TEN = 1.645  # standard errors
-_RIVAL = 0.5  # times the start's bursts that those of a rival are expected to take, which is yet to be found
+RIVAL = 0.5  # times the start's bursts that those of a rival are expected to take, which is yet to be found
 _ROOM = 0.8  # of the machine's memory that processes side by side may take
 # Seconds of a worker's start, which is started ahead, and the share of compiling that is left with a warm cache: 0.24 to 0.32 of
 # four presets. And the share of it all, warming up included, that is left where two start at once, 0.73 to 0.86.
@@ -102,7 +102,7 @@ class Schedule(NamedTuple):
         warmups = [m.warmup_seconds or 0.0 for m in measured]
         bursts = [max(self.burst, warmup) for warmup in warmups]
         if len(trials) == 1:  # warm-ups aside: a start that is slow to warm up would leave no time to try anything
-            ready, warmups, bursts = 2 * ready, [], [bursts[0], max(self.burst, _RIVAL * bursts[0])]
+            ready, warmups, bursts = 2 * ready, [], [bursts[0], max(self.burst, RIVAL * bursts[0])]
         return _TWO_AT_ONCE * (sum(ready) + sum(warmups)) + _FINISHING, sum(bursts)
 
 

@@ -15,7 +15,7 @@ from tuner.disk import saving
 from tuner.worker_client import Worker, WorkerFailed
 
 _REPEATS = 11
-_HOW = 2  # rates are measured: what was kept of another way is not of use
+_HOW = 3  # rates are measured: what was kept of another way is not of use
 
 
 def measure_rates() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def measure_rates() -> dict[str, Any]:
 
     # 64 MiB, 1 GiB: beyond the caches. Passes over one buffer: a fresh one would be timed with its page faults.
     array = jnp.zeros(2**24 if facts["platform"] == "cpu" else 2**28, jnp.float32)
-    passes, loop = 10, 1000
+    passes, loop, small = 10, 1000, 2048
     # Operations a step of the loop. In a CUDA graph the loop's own condition takes as long as several kernels, and trainings'
     # loops, of tens of kernels, hardly notice.
     pairs = 1 if facts["platform"] == "cpu" else 16
@@ -62,6 +62,15 @@ def measure_rates() -> dict[str, Any]:
 
         return jax.lax.fori_loop(0, loop // pairs, step, x)
 
+    def element(dtype: Any) -> float:
+        """Seconds of an element of a small array that is computed with twice, and each time made as wide as it was."""
+
+        @partial(jax.jit, compiler_options=compiler_options())
+        def passes_over(x: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, loop, lambda _, x: x * jnp.asarray(0.75, dtype) + jnp.asarray(0.25, dtype), x)
+
+        return seconds(passes_over, jnp.ones(small, dtype)) / (loop * small)
+
     rates = {
         "float32_flops": flops(jnp.float32),
         "bfloat16_flops": flops(jnp.bfloat16),
@@ -69,6 +78,8 @@ def measure_rates() -> dict[str, Any]:
         "dispatch_seconds": seconds(jax.jit(lambda a: a + 1.0), jnp.zeros(8)),
         "operation_seconds": seconds(chain, jnp.eye(8) * 0.1) / (loop // pairs * pairs) / 2,
     }
+    if facts["platform"] == "cpu":  # accelerators narrow on the way
+        rates["narrowing_seconds"] = max(0.0, element(jnp.bfloat16) - element(jnp.float32)) / 2.0
     one_core = rates["float32_flops"]
     if facts["platform"] == "cpu" and facts["cores"] > 1:
         cores = sorted(os.sched_getaffinity(0))

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 
 from predictor import Measurement, Outcome, RuntimePredictor
-from tuner import corrections, resources
+from tuner import comparison, corrections, resources
 from tuner.anchor import Anchor
 from tuner.bridge import Config, UserError, allocation_checked, concrete, enable_cache, get, no_energy
 from tuner.ending import Ending
@@ -115,6 +116,18 @@ def _on_cpu() -> Any:
         return contextlib.nullcontext()
 
 
+def trial_seconds(measured: Sequence[Measurement]) -> float:
+    """Wall seconds that another trial is expected to take, by those before it, the start first.
+
+    The median; what is tried after the start alone compiles for as long and is faster, so that a slow start leaves time for it.
+    """
+    start, *others = measured
+    if not others:
+        compiling = start.compile_seconds or 0.0
+        return compiling + comparison.RIVAL * max(0.0, start.wall_seconds - compiling)
+    return float(np.median([one.wall_seconds for one in measured]))
+
+
 class _Tuning:
     """One process's share of a tuning, whose task's other processes may have left trials."""
 
@@ -153,9 +166,9 @@ class _Tuning:
 
     def _trials_left(self) -> int:
         """How many more there is time for, about."""
-        walls = [trial.measurement.wall_seconds for trial in self.trials if trial.role != "shared"]
+        own = [trial.measurement for trial in self.trials if trial.role != "shared"]
         seconds = self.task.budget - self.elapsed() - self.ending.reserved(self.trials)
-        return max(0, min(math.floor(seconds / (1.2 * float(np.median(walls)))), self.task.max_trials - len(walls)))
+        return max(0, min(math.floor(seconds / (1.2 * trial_seconds(own))), self.task.max_trials - len(own)))
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 

@@ -185,6 +185,7 @@ def machine_rows(hardware: Hardware) -> dict[str, Any]:
         "copies": f"{hardware.copy_bytes_per_second / 1e9:,.1f} GB/s",
         "dispatch": f"{hardware.dispatch_seconds * 1e6:,.0f} microseconds",
         "small operation in a loop": f"{hardware.operation_seconds * 1e6:,.2f} microseconds",
+        "an element in 16 bits": f"{hardware.narrowing_seconds * 1e9:,.2f} nanoseconds more, in cache",
     }
 
 

@@ -184,6 +184,26 @@ def test_sixteen_bits_are_widened_to_be_moved_on_a_processor_alone(make_workload
     assert processor - accelerator == pytest.approx(4 * 4 * 16 * 1.2 * 64 / 5e10, rel=1e-3)
 
 
+def test_narrowing_costs_what_it_takes_where_it_was_measured(make_workload: Make, hardware: Hardware) -> None:
+    """Of the elements of networks, in 16 bits, on a processor; nothing else is dearer."""
+    slow = dataclasses.replace(hardware, narrowing_seconds=2e-10)
+    wide, w = make_workload(reanalyze_fraction=0.25), make_workload(reanalyze_fraction=0.25, compute_bits=16.0)
+    assert seconds(wide, slow) == seconds(wide, hardware)
+    gpu = dataclasses.replace(slow, platform="gpu")
+    assert seconds(w, gpu) == seconds(w, dataclasses.replace(hardware, platform="gpu"))
+    before, after = seconds(w, hardware), seconds(w, slow)
+    moved = 2_300 + (1 + 1.2) * 64
+    searched = 1_700 + 2_200 + 16 * (2_300 + 2_200)
+    written = 3 * (1_700 + 3 * 2_300 + 4 * 2_200) + 4 * (1_700 + 2_200)
+    expected = {
+        "acting_bytes": 2.0 * searched / faster_when_large(moved, 64, cores=2),
+        "learner_bytes": 4 * 0.9 * written / faster_when_large(moved, 256, cores=2),
+        "reanalysis_bytes": 0.25 * 4 * 4 * 2.0 * searched / faster_when_large(moved, 256, cores=2),
+    }
+    for name in STAGES:
+        assert after[name] - before[name] == pytest.approx(expected.get(name, 0.0) * 2e-10, rel=1e-3), name
+
+
 def test_matmul_rate_of_one_core_all_cores_and_16_bits(make_workload: Make, hardware: Hardware) -> None:
     rates = hardware_rates(hardware)
     assert float(matmul_rate(make_workload(cores=1.0), rates)) == pytest.approx(1e11)

@@ -26,6 +26,7 @@ PLENTY = Rates(
     copy_bytes_per_second=np.float32(1e12),
     dispatch_seconds=np.float32(1e-5),
     operation_seconds=np.float32(1e-6),
+    narrowing_seconds=np.float32(0.0),
     devices=np.float32(64.0),
     on_host=np.float32(0.0),
 )

@@ -26,7 +26,7 @@ from tuner.fingerprint import fingerprint
 from tuner.goal import Goal
 from tuner.history import Trial, TuneDir, share, shared_store
 from tuner.live import Progress
-from tuner.loop import _Tuning
+from tuner.loop import _Tuning, trial_seconds
 from tuner.neighbourhood import space_around
 from tuner.objective import NO_POINT, RESOURCE_PRICE, Limits, energy
 from tuner.proposer import COLDEST, RANDOM_EVERY, SWITCHED_EVERY, SWITCHED_FIRST, VARIED_EVERY, VARIED_FIRST, temperature_of
@@ -69,6 +69,16 @@ def resumed(tuned: tuner.TuneResult, folder: TuneDir, progress: Progress, **chan
 def remeasured(trial: Trial, **changes: Any) -> Trial:
     """A trial of which something else was measured."""
     return dataclasses.replace(trial, measurement=dataclasses.replace(trial.measurement, **changes))
+
+
+def test_a_start_that_is_slow_is_not_what_a_trial_is_expected_to_take(tuned: tuner.TuneResult) -> None:
+    walls = [
+        dataclasses.replace(tuned.history[0].measurement, compile_seconds=20.0, wall_seconds=wall) for wall in (80.0, 30.0, 32.0)
+    ]
+    assert trial_seconds(walls[:1]) == 50.0, "as long to compile, and half of the rest"
+    assert trial_seconds(walls) == 32.0
+    never_ran = dataclasses.replace(walls[0], compile_seconds=None)
+    assert trial_seconds([never_ran]) == 40.0
 
 
 def test_it_measures_the_start_first_and_then_others(tuned: tuner.TuneResult) -> None:

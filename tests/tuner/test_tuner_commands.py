@@ -95,6 +95,7 @@ def test_info_shows_the_measured_machine(tmp_path: Path) -> None:
     assert 1e8 < kept.one_core_flops < 1e14
     assert 1e8 < kept.copy_bytes_per_second < 1e13
     assert 1e-7 < kept.dispatch_seconds < 1e-1
+    assert 0.0 <= kept.narrowing_seconds < 1e-8
 
 
 BAD: list[tuple[list[str], str]] = [
