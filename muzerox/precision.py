@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from muzerox.config import PrecisionConfig
+from muzerox.types import Skips
 
 _DOUBLINGS = 40  # of 1, to the largest loss scale
 _OVERFLOWS = 10  # in a row, under a scale that does not move: a batch may be out of range, so many of them are no accident
@@ -100,6 +101,9 @@ def adjust_loss_scale(config: PrecisionConfig, state: LossScale, finite: jax.Arr
     return LossScale(scale=scale, good_steps=jnp.where(grow, 0, good))
 
 
-def overflows_in_a_row(config: PrecisionConfig) -> int:
-    """Updates in a row whose gradients may overflow and nothing is wrong; with a dynamic loss scale, those that halve it to 1."""
-    return _DOUBLINGS if resolve(config).loss_scale == "dynamic" else _OVERFLOWS
+def has_diverged(config: PrecisionConfig, skips: Skips) -> bool:
+    """Whether the gradients of more updates in a row overflowed than may where nothing is wrong.
+
+    With a dynamic loss scale as many may as halve it to 1.
+    """
+    return bool(skips.longest > (_DOUBLINGS if resolve(config).loss_scale == "dynamic" else _OVERFLOWS))

@@ -26,7 +26,7 @@ from muzerox.envs import make_env
 from muzerox.errors import CheckpointError, ConfigError, RunFailed
 from muzerox.evaluate import HOST_BATCH, Evaluation, Stopped, make_evaluate, solved
 from muzerox.live import LiveKnobs
-from muzerox.precision import overflows_in_a_row, resolve
+from muzerox.precision import has_diverged, resolve
 from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
 from muzerox.runtimes import deepenings_by_updates, make_runtime, resolve_kind
@@ -274,7 +274,7 @@ class _Session:
                 if made:
                     reporter.training(report, clock.total, timed_steps, clock.seconds.get("train", 0.0))
                 skips = skips.then(report.skips)
-                _check_progress(self.config, skips.longest)
+                _check_progress(self.config, skips)
             done = updates >= last
             if done or updates >= evaluation_due:
                 if stopped():
@@ -331,13 +331,13 @@ def _check_searches(config: Config, env: Environment | HostEnvironment) -> None:
             check_room(config.search, roots, env.spec.num_actions)
 
 
-def _check_progress(config: Config, skipped: int) -> None:
+def _check_progress(config: Config, skips: Skips) -> None:
     """Raises RunFailed when more updates in a row were skipped than can be when nothing is wrong."""
-    if skipped > overflows_in_a_row(config.precision):
+    if has_diverged(config.precision, skips):
         static = resolve(config.precision).loss_scale == "static"
         scale = "precision.initial_loss_scale (or set precision.loss_scale = dynamic), " if static else ""
         raise RunFailed(
-            f"training diverged: not one of {skipped} updates in a row had finite gradients; "
+            f"training diverged: not one of {skips.longest} updates in a row had finite gradients; "
             f"lower {scale}train.learning_rate, or raise precision.level's range with O1 or O0"
         )
 

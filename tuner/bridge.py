@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from muzerox.drift import REFERENCE, measure_drift
     from muzerox.envs import in_process
     from muzerox.networks import make_model
-    from muzerox.precision import POLICIES, resolve
+    from muzerox.precision import POLICIES, has_diverged, resolve
     from muzerox.runtimes import make_runtime, resolve_kind
     from muzerox.runtimes.sebulba.pipeline import make_window
     from muzerox.search import ENGINES
-    from muzerox.types import Environment, HostEnvironment
+    from muzerox.types import Environment, HostEnvironment, Skips
 
 __all__ = [
     "ENGINES",
@@ -52,6 +52,7 @@ __all__ = [
     "NetworkConfig",
     "RunDir",
     "RunFailed",
+    "Skips",
     "UserError",
     "add_config_arguments",
     "add_output_arguments",
@@ -71,6 +72,7 @@ __all__ = [
     "energy",
     "environment",
     "get",
+    "has_diverged",
     "home",
     "in_process",
     "lent_cores",
@@ -103,11 +105,11 @@ _WITH_JAX = {
     "muzerox.drift": ["REFERENCE", "measure_drift"],
     "muzerox.envs": ["in_process"],
     "muzerox.networks": ["make_model"],
-    "muzerox.precision": ["POLICIES", "resolve"],
+    "muzerox.precision": ["POLICIES", "has_diverged", "resolve"],
     "muzerox.runtimes": ["make_runtime", "resolve_kind"],
     "muzerox.runtimes.sebulba.pipeline": ["make_window"],
     "muzerox.search": ["ENGINES"],
-    "muzerox.types": ["HostEnvironment"],
+    "muzerox.types": ["HostEnvironment", "Skips"],
 }
 __getattr__ = lazy_names(__name__, {name: module for module, names in _WITH_JAX.items() for name in names})
 

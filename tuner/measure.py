@@ -108,7 +108,9 @@ class Timing:
         if self.failure is not None:
             return Measurement(outcome=self.failure.outcome, error=self.failure.error, **common)
         if not all(burst["finite"] for burst in every):
-            return Measurement(outcome=Outcome.NONFINITE, error="the loss was not finite", **common)
+            return Measurement(
+                outcome=Outcome.NONFINITE, error="gradients were not finite for more updates in a row than may be", **common
+            )
 
         def median(name: str) -> float:
             return statistics.median(burst[name] for burst in bursts)

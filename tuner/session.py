@@ -12,9 +12,11 @@ import jax
 
 from tuner.bridge import (
     Config,
+    Skips,
     cache_use,
     enable_cache,
     energy,
+    has_diverged,
     lent_cores,
     make_algorithm,
     make_env,
@@ -64,6 +66,7 @@ class Session:
         self.config = config
         self._steps_an_update = float(config.train.batch_size / config.replay_ratio)
         self._cycle = cycle_of(config)
+        self._skips = Skips()  # of all updates: a loss scale may be found over several bursts
         jax.devices()  # for which XLA makes as many threads as there are cores: its own
         with lent_cores(lent) if lent else contextlib.nullcontext():
             self._runtime = make_runtime(config, env, make_algorithm(config, env.spec))
@@ -88,6 +91,7 @@ class Session:
 
     def _run(self, n: int, loop_count: int) -> None:
         self._state, self._report = self._runtime.run(self._state, n, loop_count)
+        self._skips = self._skips.then(self._report.skips)
 
     def _joules(self) -> float | None:
         """Since the last look; None where nobody tells, and once a counter is gone: seconds are measured all the same."""
@@ -119,7 +123,6 @@ class Session:
         wall, cpu, machine_after = time.perf_counter() - wall, usage.cpu_seconds() - cpu, usage.machine_cpu_seconds()
         joules = self._joules()
         self._seconds_an_update = wall / updates
-        losses = self._report.metrics.get("loss", math.nan)
         return {
             "wall_seconds": wall,
             "seconds_per_env_step": wall / (updates * self._steps_an_update),
@@ -129,7 +132,7 @@ class Session:
             "peak_bytes": usage.peak_bytes() + self._saved_bytes,
             "device_peak_bytes": _device_peak_bytes(),
             "joules_per_env_step": joules / (updates * self._steps_an_update) if joules is not None else None,
-            "finite": bool(math.isfinite(losses)),
+            "finite": not has_diverged(self.config.precision, self._skips),
             **_pipeline_figures(self._report.pipeline, wall),
         }
 

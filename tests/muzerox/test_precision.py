@@ -240,10 +240,10 @@ def test_so_many_skipped_in_a_row_end_a_training_and_no_fewer(level: str, most: 
     """One batch out of range ends nothing, whatever the portion it came in."""
     config = small_config(precision__level=level)
     for skipped in (0, 1, most):
-        _check_progress(config, skipped)
+        _check_progress(config, Skips(longest=skipped))
     said = rf"not one of {most + 1} updates in a row had finite gradients; lower train\.learning_rate"
     with pytest.raises(RunFailed, match=said):
-        _check_progress(config, most + 1)
+        _check_progress(config, Skips(longest=most + 1))
 
 
 @given(skipped=st.lists(st.booleans(), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=6))
