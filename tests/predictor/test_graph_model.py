@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from predictor import Hardware, Workload, hardware_rates, model, stack, stages
+from predictor.analytic import Rates, stack_rates
 from predictor.graph import EDGE_TYPES, EDGE_WIDTH, EDGES, NODE_TYPES, NODE_WIDTH, NODES, Rows, make_graph
 from predictor.pretrain import WIDTH, load
 
@@ -128,33 +130,52 @@ def test_it_starts_as_nothing_and_depends_on_every_type(family: Family, hardware
         assert np.all(np.abs(np.asarray(gradient[name])).sum((1, 2)) > 0)
 
 
-COMMON = ("observation_bytes", "num_envs", "num_simulations", "capacity", "batch_size", "loop_count", "host_step_seconds")
-THREADS = (
-    "selfplay_workers",
-    "cpu_actors",
-    "search_queue_size",
-    "batch_queue_size",
-    "acting_devices",
-    "searching_devices",
-    "learning_devices",
-    "role_threads",
-    "step_in_process",
-)
+FLAGS = ("puct", "search_engine", "prioritized", "replay_on_host", "step_in_process", "sebulba")
+# They limit what memory there is: they decide whether a training runs, not how long it takes.
+LIMITS = {"memory_bytes", "device_memory_bytes", "device_share"}
 
 
-@pytest.mark.parametrize("field", [*COMMON, *THREADS, "sebulba"])
-def test_every_feature_of_threads_changes_the_output(
-    make_threaded: Callable[..., Workload], hardware: Hardware, field: str
-) -> None:
-    w = make_threaded()
-    other = make_threaded(**{field: getattr(w, field) * 3.0 + 1.0 if field != "sebulba" else 0.0})
-    graph = graph_of(stack([w, other]), hardware)
+def changed(workload: Workload, field: str) -> Workload:
+    """A flag the other way, 16 bits for 32, three times as much of anything else."""
+    value = getattr(workload, field)
+    other = 1.0 - value if field in FLAGS else 48.0 - value if field.endswith("_bits") else 3.0 * value + 1.0
+    return dataclasses.replace(workload, **{field: other})
+
+
+def sensitivity(workloads: list[Workload], rates: Rates) -> np.ndarray:
+    """[C - 1], how far each candidate's output is from the first's, at the most of three drawings of the heads."""
+    batch = stack(workloads)
+    graph = build(batch, rates)
     found = []
     for seed in (4, 5, 6):  # one drawing of a head may weigh a feature by next to nothing
         heads = random_network(seed, width=WIDTH)
-        first, second = np.asarray(apply(load() | {name: heads[name] for name in ("node_out", "edge_out")}, graph))
-        found.append(abs(first - second))
-    assert max(found) > 1e-3
+        outputs = np.asarray(apply(load() | {name: heads[name] for name in ("node_out", "edge_out")}, graph))
+        found.append(np.abs(outputs[1:] - outputs[0]))
+    return np.max(found, axis=0)
+
+
+def test_every_quantity_of_a_workload_can_change_the_output(
+    make_workload: Callable[..., Workload], make_threaded: Callable[..., Workload], hardware: Hardware
+) -> None:
+    """Under one program, of vectors or images, or with threads: each has what the others do not."""
+    fields = [field.name for field in dataclasses.fields(Workload)]
+    most = np.zeros(len(fields))
+    images = {"represent_moved": 2e4, "dynamics_moved": 2e4, "predict_moved": 2e4}
+    for make, changes in ((make_workload, {}), (make_workload, images), (make_threaded, {})):
+        base = make(reanalyze_fraction=0.25, **changes)
+        candidates = [base, *(changed(base, field) for field in fields)]
+        most = np.maximum(most, sensitivity(candidates, stack_rates([hardware] * len(candidates))))
+    assert {field for field, change in zip(fields, most, strict=True) if change < 1e-3} == LIMITS & set(fields)
+
+
+def test_every_rate_of_a_machine_can_change_the_output(make_workload: Callable[..., Workload], hardware: Hardware) -> None:
+    workload, rates = make_workload(compute_bits=16.0), hardware_rates(dataclasses.replace(hardware, narrowing_seconds=1e-10))
+    fields = list(Rates._fields)
+    others = {"on_host": rates.on_host * 0}
+    machines = [rates, *(rates._replace(**{field: others.get(field, 3 * getattr(rates, field))}) for field in fields)]
+    stacked = Rates(*(np.asarray(column, np.float32) for column in zip(*machines, strict=True)))
+    most = sensitivity([workload] * len(machines), stacked)
+    assert {field for field, change in zip(fields, most, strict=True) if change < 1e-3} == LIMITS & set(fields)
 
 
 def test_queues_are_edges_with_room_that_carry_nothing_in_one_program(
