@@ -109,7 +109,7 @@ class Timing:
             return Measurement(outcome=self.failure.outcome, error=self.failure.error, **common)
         if not all(burst["finite"] for burst in every):
             return Measurement(
-                outcome=Outcome.NONFINITE, error="gradients were not finite for more updates in a row than may be", **common
+                outcome=Outcome.NONFINITE, error="no gradient was finite, or none for more updates in a row than may be", **common
             )
 
         def median(name: str) -> float:

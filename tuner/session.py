@@ -93,6 +93,10 @@ class Session:
         self._state, self._report = self._runtime.run(self._state, n, loop_count)
         self._skips = self._skips.then(self._report.skips)
 
+    def _never_learnt(self) -> bool:
+        """Whether every update was left out, though they may be few, and there is no loss scale that is yet to be found."""
+        return self._skips.total == self._skips.updates and self.config.precision.loss_scale != "dynamic"
+
     def _joules(self) -> float | None:
         """Since the last look; None where nobody tells, and once a counter is gone: seconds are measured all the same."""
         try:
@@ -132,7 +136,7 @@ class Session:
             "peak_bytes": usage.peak_bytes() + self._saved_bytes,
             "device_peak_bytes": _device_peak_bytes(),
             "joules_per_env_step": joules / (updates * self._steps_an_update) if joules is not None else None,
-            "finite": not has_diverged(self.config.precision, self._skips),
+            "finite": not (has_diverged(self.config.precision, self._skips) or self._never_learnt()),
             **_pipeline_figures(self._report.pipeline, wall),
         }
 

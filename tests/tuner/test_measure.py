@@ -230,9 +230,11 @@ def test_who_has_ended_before_it_is_asked_leaves_nothing_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_loss_that_is_not_finite_is_a_row(tiny: Config, machine: Hardware) -> None:
+@pytest.mark.parametrize("seconds", [0.001, 0.05])  # of bursts of one update, and of many
+def test_a_loss_that_is_not_finite_is_a_row(tiny: Config, machine: Hardware, seconds: float) -> None:
     overflow = {"precision.level": "O1_float16", "precision.loss_scale": "static", "precision.initial_loss_scale": 2.0**40}
-    (measurement,) = measure_config(tiny.replace(overflow), hardware=machine, repeats=2, seconds=0.05)
+    config = tiny.replace({**overflow, "runtime.loop_count": 1})
+    (measurement,) = measure_config(config, hardware=machine, repeats=2, seconds=seconds)
     assert (measurement.outcome, measurement.seconds_per_env_step) == (Outcome.NONFINITE, None)
     assert "more updates in a row than may be" in str(measurement.error)
 
