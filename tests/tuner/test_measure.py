@@ -325,13 +325,15 @@ def test_elements_of_a_row_do_not_count_what_is_done_to_parameters() -> None:
     assert costs["O1"] == pytest.approx(costs["O0"], rel=0.05)
 
 
+# Told by what compiling took: quick programs of a test are, on a busy machine, next to what is too small to be kept.
+@pytest.mark.usefixtures("compiling_as_users_do")
 def test_a_measurement_says_whether_its_programs_had_been_compiled(
     tiny: Config, machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     # Read when jax is imported: the worker's, which is another process.
     first, again = (measure_config(tiny, hardware=machine, repeats=1, seconds=0.05)[0] for _ in range(2))
-    assert (first.from_cache, again.from_cache) == (False, True)
+    assert (first.from_cache, again.from_cache) == (False, True), (first.compile_seconds, again.compile_seconds)
     assert again.compile_seconds < first.compile_seconds
 
 
