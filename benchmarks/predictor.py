@@ -199,9 +199,12 @@ def show(figures: dict[str, Any]) -> None:
         f"pipelines of threads: simulated {simulated['simulated_mape']:.1%}, tau {simulated['simulated_tau']:.2f}, cores busy "
         f"{simulated['cpu_use_mape']:.1%}; by the base {simulated['base_mape']:.1%}, {simulated['base_tau']:.2f}"
     )
-    console.print(
+    floor = (
         f"measuring again differs by {figures['noise_floor']:.1%} ({figures['repeated']} configurations), so that a perfect "
-        f"prediction of means of two is off by {figures['noise_floor_of_means']:.1%}; "
+        f"prediction of means of two is off by {figures['noise_floor_of_means']:.1%}"
+    )
+    console.print(
+        f"{floor if figures['repeated'] else 'nothing was measured again: the noise floor is not known'}; "
         f"peak memory {figures['memory']['peak_mape']:.1%}, failures: recall {figures['memory']['failure_recall']:.2f}, "
         f"precision {figures['memory']['failure_precision']:.2f}"
     )
