@@ -127,6 +127,7 @@ class Session:
         wall, cpu, machine_after = time.perf_counter() - wall, usage.cpu_seconds() - cpu, usage.machine_cpu_seconds()
         joules = self._joules()
         self._seconds_an_update = wall / updates
+        lost = has_diverged(self.config.precision, self._skips) or self._never_learnt()
         return {
             "wall_seconds": wall,
             "seconds_per_env_step": wall / (updates * self._steps_an_update),
@@ -136,7 +137,7 @@ class Session:
             "peak_bytes": usage.peak_bytes() + self._saved_bytes,
             "device_peak_bytes": _device_peak_bytes(),
             "joules_per_env_step": joules / (updates * self._steps_an_update) if joules is not None else None,
-            "finite": not (has_diverged(self.config.precision, self._skips) or self._never_learnt()),
+            "finite": not lost and math.isfinite(self._report.metrics.get("loss", 0.0)),  # none, where all were left out
             **_pipeline_figures(self._report.pipeline, wall),
         }
 

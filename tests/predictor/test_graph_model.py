@@ -131,6 +131,12 @@ def test_it_starts_as_nothing_and_depends_on_every_type(family: Family, hardware
 
 
 FLAGS = ("puct", "search_engine", "prioritized", "replay_on_host", "step_in_process", "sebulba")
+# What threads pay for: no other runtime's answer counts for these.
+OF_THREADS = {
+    *("observation_bytes", "num_envs", "num_simulations", "capacity", "batch_size", "loop_count", "host_step_seconds"),
+    *("selfplay_workers", "cpu_actors", "search_queue_size", "batch_queue_size", "role_threads", "step_in_process", "sebulba"),
+    *("acting_devices", "searching_devices", "learning_devices"),
+}
 # They limit what memory there is: they decide whether a training runs, not how long it takes.
 LIMITS = {"memory_bytes", "device_memory_bytes", "device_share"}
 
@@ -166,6 +172,13 @@ def test_every_quantity_of_a_workload_can_change_the_output(
         candidates = [base, *(changed(base, field) for field in fields)]
         most = np.maximum(most, sensitivity(candidates, stack_rates([hardware] * len(candidates))))
     assert {field for field, change in zip(fields, most, strict=True) if change < 1e-3} == LIMITS & set(fields)
+
+
+def test_every_quantity_of_threads_changes_their_output(make_threaded: Callable[..., Workload], hardware: Hardware) -> None:
+    fields, base = sorted(OF_THREADS), make_threaded()
+    candidates = [base, *(changed(base, field) for field in fields)]
+    most = sensitivity(candidates, stack_rates([hardware] * len(candidates)))
+    assert not [field for field, change in zip(fields, most, strict=True) if change <= 1e-3]
 
 
 def test_every_rate_of_a_machine_can_change_the_output(make_workload: Callable[..., Workload], hardware: Hardware) -> None:
