@@ -116,7 +116,7 @@ def points_of(task: Task, hardware: Any, most_seconds: float, first: int) -> Ite
             continue
         contradictions = 0
         expected = model.predict(describe(config), hardware)
-        # No burst is shorter than what all environments' next row is learnt from, nor, of threads, than some dispatches.
+        # No burst is shorter than what all environments' next row is learnt from, nor a process warm before its queues are full.
         if max(cycle_of(config) / expected.updates_per_second, expected.warmup_seconds) > most_seconds:
             continue
         further: tuple[int, ...] = ()

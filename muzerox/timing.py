@@ -1,10 +1,23 @@
-"""Phase clocks and totals: where wall seconds go."""
+"""Phase clocks and totals: where wall seconds go, and how many updates may go by before anyone is heard."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+_REPORT_SECONDS = 0.5  # wall time of the dispatches between two reports
+
+
+def portion(updates: int, loop_count: int, seconds_an_update: float) -> tuple[int, int]:
+    """What a training asks its runtime for at once of so many ``updates`` that are due: ``n`` dispatches of ``count`` updates.
+
+    Reports and signals wait for no more than half a second of them. Where that is less than ``loop_count`` updates, as one that
+    was never timed (``seconds_an_update`` is infinite) is taken to be, it is one dispatch, a shorter one.
+    """
+    most = max(1, min(updates, math.floor(_REPORT_SECONDS / max(seconds_an_update, 1e-9))))
+    return (most // loop_count, loop_count) if most >= loop_count else (1, most)
 
 
 def seconds_since_process_start() -> float:

@@ -31,10 +31,8 @@ from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
 from muzerox.runtimes import deepenings_by_updates, make_runtime, resolve_kind
 from muzerox.search import check_room
-from muzerox.timing import PhaseClock, PipelineTotals, seconds_since_process_start
+from muzerox.timing import PhaseClock, PipelineTotals, portion, seconds_since_process_start
 from muzerox.types import Environment, HostEnvironment, Params, Skips
-
-_REPORT_SECONDS = 0.5  # wall time of the dispatches between two reports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,8 +254,7 @@ class _Session:
             evaluation_due = self.runtime.updates_at(next_evaluation * train.eval_period)
             deepening_due = min((first for first, _ in self.deepenings if first > updates), default=last)
             due = min(evaluation_due, deepening_due, last) - updates
-            portion = max(1, min(due, math.floor(_REPORT_SECONDS / seconds_an_update)))
-            n, count = (portion // loop_count, loop_count) if portion >= loop_count else (1, portion)
+            n, count = portion(due, loop_count, seconds_an_update)
             if due > 0:  # not so when a run is resumed that had finished, or that owes an evaluation
                 before = time.perf_counter()
                 with clock.phase("train" if compiled else "first dispatch"), keeping(state):

@@ -73,8 +73,7 @@ class Anchor:
 
     def _keep(self, timing: Timing, known: Measurement) -> None:
         then = known.seconds_per_env_step
-        # The shortest of its bursts is a cycle of acting and learning, which it made to warm up.
-        quick = timing.ready.get("warmup_seconds", math.inf) <= _LONGEST_BURST
+        quick = timing.ready.get("shortest_burst", math.inf) <= _LONGEST_BURST
         if then is None or timing.failure is not None or not quick or not self._suits(known):
             self.close()
             return

@@ -100,10 +100,17 @@ class Schedule(NamedTuple):
         measured = [trial.measurement for trial in trials]
         ready = [_STARTING + (1.0 if m.from_cache else _FROM_CACHE) * (m.compile_seconds or 0.0) for m in measured]
         warmups = [m.warmup_seconds or 0.0 for m in measured]
-        bursts = [max(self.burst, warmup) for warmup in warmups]
+        bursts = [max(self.burst, _shortest_burst(m)) for m in measured]
         if len(trials) == 1:  # warm-ups aside: a start that is slow to warm up would leave no time to try anything
             ready, warmups, bursts = 2 * ready, [], [bursts[0], max(self.burst, RIVAL * bursts[0])]
         return _TWO_AT_ONCE * (sum(ready) + sum(warmups)) + _FINISHING, sum(bursts)
+
+
+def _shortest_burst(m: Measurement) -> float:
+    """Seconds of a cycle of acting and learning: what one program warms up with; threads, with more than that."""
+    w, warmup = m.workload, m.warmup_seconds or 0.0
+    cycle = w.num_envs * w.selfplay_workers * w.replay_ratio / w.batch_size  # updates that a row of all environments is due for
+    return min(warmup, math.ceil(cycle) / m.updates_per_second) if w.sebulba and m.updates_per_second else warmup
 
 
 def _fit_together(trials: Sequence[Trial]) -> bool:

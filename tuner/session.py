@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,23 +23,21 @@ from tuner.bridge import (
     make_env,
     make_runtime,
     make_window,
+    portion,
     resolve,
     resolve_kind,
     usage,
 )
 
-_LEAST_DISPATCHES = 4  # of a burst under threads
+_LEAST_DISPATCHES = 4  # of a burst under threads, where half a second has as many: of those asked for at once the last are slow
+# Threads are warm when self-play makes as many steps as are learnt from, but for this share of a second's at the least.
+_KEEPING_PACE, _LOOKED_AT = 0.03, 1.0
 
 
 def cycle_of(config: Config) -> int:
     """Updates of the shortest burst. Rows are made every so many updates: a burst of whole cycles holds its share of both."""
     rows = config.runtime.num_envs * config.selfplay_workers
-    cycle = max(1, math.ceil(rows / float(config.train.batch_size / config.replay_ratio)))
-    if config.runtime.kind != "sebulba":
-        return cycle
-    # Whole dispatches, and several: the first of a burst and its last overlap with nothing.
-    loop_count = config.runtime.loop_count
-    return loop_count * max(_LEAST_DISPATCHES, math.ceil(cycle / loop_count))
+    return max(1, math.ceil(rows / float(config.train.batch_size / config.replay_ratio)))
 
 
 class Session:
@@ -78,12 +77,13 @@ class Session:
         self.compile_seconds = time.perf_counter() - start
         self._meter, _ = energy.find_meter(jax.default_backend())
         before = time.perf_counter()
-        # Once more, so that no first use of anything is timed. Threads ran ahead while nobody learnt, until queues were full: it
-        # takes as long until they are as in a training.
-        updates = self._cycle + (make_window(config) if self._threaded else 0)
-        self._run(1, updates)
+        # Once more, so that no first use of anything is timed.
+        if self._threaded:
+            self._seconds_an_update = self._catch_up()
+        else:
+            self._run(1, self._cycle)
+            self._seconds_an_update = (time.perf_counter() - before) / self._cycle
         self.warmup_seconds = time.perf_counter() - before
-        self._seconds_an_update = self.warmup_seconds / updates
 
     def close(self) -> None:
         """Ends threads and environments."""
@@ -92,6 +92,33 @@ class Session:
     def _run(self, n: int, loop_count: int) -> None:
         self._state, self._report = self._runtime.run(self._state, n, loop_count)
         self._skips = self._skips.then(self._report.skips)
+
+    def _catch_up(self) -> float:
+        """Has threads as far ahead of the learner as in a training. Returns the seconds that an update takes then.
+
+        They may have run ahead while nobody learnt, until queues were full. Where self-play limits the pace, what was made is
+        used up first; where the learner does, self-play takes processor time from it until it is as far ahead as it may be. In
+        between, and once it is there, there is nothing to wait for.
+        """
+        most, made, least, seconds = self._cycle + make_window(self.config), 0, 1, math.inf
+        looked: tuple[float, int, int] | None = None  # when, updates made by then, and by how many self-play was ahead
+        while made < most:
+            n, count = portion(min(least, most - made), self.config.runtime.loop_count, seconds)
+            before = time.perf_counter()
+            self._run(n, count)
+            now = time.perf_counter()
+            made, least, seconds = made + n * count, 2 * least, (now - before) / (n * count)  # the first few tell little
+            if looked is None:
+                looked = now, made, self._ahead()
+            elif now - looked[0] >= _LOOKED_AT and made - looked[1] >= _LEAST_DISPATCHES * self._cycle:
+                if abs(self._ahead() - looked[2]) <= _KEEPING_PACE * (made - looked[1]):
+                    break
+                looked = now, made, self._ahead()
+        return seconds
+
+    def _ahead(self) -> int:
+        """Updates that self-play has made enough steps for, and that are yet to be made."""
+        return self._runtime.updates_at(self._report.env_steps) - self._report.updates
 
     def _never_learnt(self) -> bool:
         """Whether every update was left out, though they may be few, and there is no loss scale that is yet to be found."""
@@ -105,25 +132,38 @@ class Session:
             self._meter = None
             return None
 
+    def _portions(self, seconds: float, loop_count: int) -> list[tuple[int, int]]:
+        """Dispatches, and updates of each, that are asked for at once, one after the other, in a burst of about ``seconds``."""
+        if self._threaded:
+            # As in a training, in whole dispatches.
+            n, count = portion(sys.maxsize, self.config.runtime.loop_count, self._seconds_an_update)
+            wanted = round(seconds / max(self._seconds_an_update, 1e-9) / count)
+            whole, remainder = divmod(max(wanted, math.ceil(self._cycle / count), min(_LEAST_DISPATCHES, n)), n)
+            return [(n, count)] * whole + [(remainder, count)] * (remainder > 0)
+        updates = max(1, round(seconds / max(self._seconds_an_update, 1e-9) / self._cycle)) * self._cycle
+        whole, remainder = divmod(updates, loop_count)
+        return [(whole, loop_count)] * (whole > 0) + [(1, remainder)] * (remainder > 0)
+
+    @property
+    def shortest_burst(self) -> float:
+        """Seconds that a burst takes at the least, about."""
+        return self._seconds_an_update * sum(n * count for n, count in self._portions(0.0, self.config.runtime.loop_count))
+
     def burst(self, seconds: float, loop_count: int) -> dict[str, Any]:
         """Trains for about ``seconds`` in dispatches of ``loop_count`` updates, in whole cycles of acting and learning.
 
         The last dispatch makes what is left; where not even one fits, it is the only one: next to it, dispatching costs nothing.
-        Under sebulba dispatches are of the configured size, and threads stay at work after a burst: the next goes on from where
-        this one ended, if it follows at once or the process is stopped in between.
+        Under sebulba dispatches are of the configured size, or as much shorter as a training makes them, and threads stay at work
+        after a burst: the next goes on from where this one ended, if it follows at once or the process is stopped in between.
         """
-        cycles = max(1, round(seconds / max(self._seconds_an_update, 1e-9) / self._cycle))
-        updates = cycles * self._cycle
+        portions = self._portions(seconds, loop_count)
+        updates = sum(n * count for n, count in portions)
         if self._threaded:
-            self._run(1, self.config.runtime.loop_count)  # who waited while nobody learnt has stopped
-            loop_count = updates  # asked for at once
-        whole, remainder = divmod(updates, loop_count)
+            self._run(1, portions[0][1])  # who waited while nobody learnt has stopped
         self._joules()
         machine, cpu, wall = usage.machine_cpu_seconds(), usage.cpu_seconds(), time.perf_counter()
-        if whole:
-            self._run(whole, loop_count)
-        if remainder:
-            self._run(1, remainder)
+        for n, count in portions:
+            self._run(n, count)
         wall, cpu, machine_after = time.perf_counter() - wall, usage.cpu_seconds() - cpu, usage.machine_cpu_seconds()
         joules = self._joules()
         self._seconds_an_update = wall / updates

@@ -66,7 +66,7 @@ def main() -> None:
         cores, own = request["compile_cores"] or 0, config.allocation.cores
         lent = available_cores()[:cores] if own is not None and own < cores else []
         with allocated(config), contextlib.closing(Session(config, lent)) as session:
-            names = ("compile_seconds", "warmup_seconds", "from_cache")
+            names = ("compile_seconds", "warmup_seconds", "shortest_burst", "from_cache")
             answer(compile_cores=len(lent) or None, **{name: getattr(session, name) for name in names})
             for line in sys.stdin:
                 answer(**session.burst(**json.loads(line)))

@@ -82,7 +82,7 @@ def test_threads_are_an_anchor_too(tiny_threads: Config, machine: Hardware) -> N
 def test_whose_bursts_are_long_is_not_kept(tiny: Config, machine: Hardware, workload: Workload) -> None:
     with Anchor(hardware=machine, say=nothing_ended) as anchor:
         timing = anchor._start(tiny, 120.0)
-        timing.ready["warmup_seconds"] = 2.0
+        timing.ready["shortest_burst"] = 2.0
         anchor._keep(timing, known(machine, workload, 1e-3))
         assert anchor.beside(tiny, known(machine, workload, 1e-3), 120.0) is None
         assert not timing.worker.is_alive

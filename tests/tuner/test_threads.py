@@ -18,14 +18,14 @@ import tuner
 from muzerox import UserError, usage
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, Workload, hardware_rates
 from tuner import comparison
-from tuner.bridge import Config, concrete
+from tuner.bridge import Config, concrete, make_window
 from tuner.history import TuneDir, shared_measurements
 from tuner.measure import Timing, measure_config, paired_ratio
 from tuner.neighbourhood import space_around
 from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, energy, excluded, price
 from tuner.report import pipeline_row, wait_rows
 from tuner.residual import make_residual
-from tuner.session import Session
+from tuner.session import Session, cycle_of
 from tuner.workload import describe
 
 
@@ -124,9 +124,74 @@ def test_a_burst_has_a_dispatch_before_it(tiny_threads: Config) -> None:
     assert session.config.runtime.step_timeout > 1e5, "the process may be stopped within a step"
     assert made[::2] == [tiny_threads.runtime.loop_count] * 3
     timed = made[1::2]
-    assert all(updates % session._cycle == 0 for updates in timed)
+    assert all(updates >= session._cycle and updates % tiny_threads.runtime.loop_count == 0 for updates in timed)
     for updates, burst in zip(timed, found, strict=True):
         assert burst["updates_per_second"] == pytest.approx(updates / burst["wall_seconds"])
+
+
+class Paced(Session):
+    """Threads whose learner takes so many seconds an update, next to which self-play makes so large a share of its steps.
+
+    ``ahead``: the share of what self-play may be ahead that it is when the program has been compiled.
+    """
+
+    def __init__(self, config: Config, seconds: float, share: float, ahead: float):
+        self.config, self._threaded, self._cycle = config, True, cycle_of(config)
+        self.seconds, self.share, self.made, self.ahead = seconds, share, [0], ahead * make_window(config)
+        self._seconds_an_update = self._catch_up()
+
+    def _run(self, n: int, loop_count: int) -> None:
+        self.made.append(n * loop_count)
+        time.sleep(self.seconds * n * loop_count)
+        ahead = self.ahead + (self.share - 1.0) * n * loop_count
+        self.ahead = min(max(0.0, ahead), make_window(self.config))
+
+    def _ahead(self) -> int:
+        return round(self.ahead)
+
+
+@pytest.mark.parametrize(
+    ("share", "ahead", "settles"),
+    [
+        (1.0, 1.0, True),
+        (0.99, 1.0, True),
+        (1.5, 1.0, True),
+        (0.5, 0.0, True),
+        (0.5, 1.0, False),
+        (1.5, 0.0, False),
+    ],
+    ids=["in step", "nearly", "held back", "waited for", "using up its lead", "building it"],
+)
+def test_threads_are_warm_once_self_play_is_as_far_ahead_as_it_will_be(share: float, ahead: float, settles: bool) -> None:
+    """Whatever the loop count: a training whose updates take long makes shorter dispatches, and so does what times it."""
+    changes = {"runtime.loop_count": 256, "runtime.num_envs": 8, "train.batch_size": 128}
+    session = Paced(Config.preset("gymnasium:CartPole-v1").replace(changes), 0.004, share, ahead)
+    window = make_window(session.config)
+    assert 512 < window < 530
+    assert max(session.made) <= 0.5 / 0.004, "no longer than a training's"
+    assert (sum(session.made) < window) == settles
+    assert sum(session.made) <= window + session._cycle
+    assert session._seconds_an_update == pytest.approx(0.004, rel=0.2)
+    ((n, count),) = session._portions(0.3, 256)
+    assert n == 1
+    assert 0.7 * 0.5 / 0.004 < count <= 0.5 / 0.004
+    assert session.shortest_burst == pytest.approx(0.5, rel=0.1)
+
+
+def test_bursts_of_threads_are_whole_dispatches_and_hold_a_row(tiny_threads: Config) -> None:
+    session = Session.__new__(Session)
+    session.config, session._threaded, session._cycle = tiny_threads.replace("runtime.loop_count", 8), True, 20
+
+    def portions(seconds: float, an_update: float) -> list[tuple[int, int]]:
+        session._seconds_an_update = an_update
+        return session._portions(seconds, 8)
+
+    assert portions(0.0, 0.001) == [(4, 8)]  # several dispatches, where they are quick
+    assert portions(0.4, 0.001) == [(50, 8)]
+    assert portions(1.2, 0.001) == [(62, 8), (62, 8), (26, 8)]  # half a second each
+    assert portions(0.0, 0.05) == [(1, 8), (1, 8), (1, 8)]  # a row of all environments
+    assert portions(0.0, 0.1) == [(1, 5)] * 4  # shorter ones, as in a training
+    assert portions(1.1, 0.3) == [(1, 1)] * 20
 
 
 def test_staleness_has_a_price_and_ties_go_to_small_queues(threaded: Workload, machine: Hardware) -> None:
