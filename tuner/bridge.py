@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from muzerox.runtimes import make_runtime, resolve_kind
     from muzerox.runtimes.sebulba.pipeline import make_window
     from muzerox.search import ENGINES
-    from muzerox.timing import portion
+    from muzerox.timing import PipelineTotals, portion
     from muzerox.types import Environment, HostEnvironment, Skips
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "Extension",
     "HostEnvironment",
     "NetworkConfig",
+    "PipelineTotals",
     "RunDir",
     "RunFailed",
     "Skips",
@@ -111,7 +112,7 @@ _WITH_JAX = {
     "muzerox.runtimes": ["make_runtime", "resolve_kind"],
     "muzerox.runtimes.sebulba.pipeline": ["make_window"],
     "muzerox.search": ["ENGINES"],
-    "muzerox.timing": ["portion"],
+    "muzerox.timing": ["PipelineTotals", "portion"],
     "muzerox.types": ["HostEnvironment", "Skips"],
 }
 __getattr__ = lazy_names(__name__, {name: module for module, names in _WITH_JAX.items() for name in names})

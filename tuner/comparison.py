@@ -107,7 +107,7 @@ class Schedule(NamedTuple):
 
 
 def _shortest_burst(m: Measurement) -> float:
-    """Seconds of a cycle of acting and learning: what one program warms up with; threads, with more than that."""
+    """Of a burst: a cycle of acting and learning. That is what one program warms up with; threads may have to make more."""
     w, warmup = m.workload, m.warmup_seconds or 0.0
     cycle = w.num_envs * w.selfplay_workers * w.replay_ratio / w.batch_size  # updates that a row of all environments is due for
     return min(warmup, math.ceil(cycle) / m.updates_per_second) if w.sebulba and m.updates_per_second else warmup

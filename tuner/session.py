@@ -13,6 +13,7 @@ import jax
 
 from tuner.bridge import (
     Config,
+    PipelineTotals,
     Skips,
     cache_use,
     enable_cache,
@@ -103,11 +104,12 @@ class Session:
         most, made, least, seconds = self._cycle + make_window(self.config), 0, 1, math.inf
         looked: tuple[float, int, int] | None = None  # when, updates made by then, and by how many self-play was ahead
         while made < most:
-            n, count = portion(min(least, most - made), self.config.runtime.loop_count, seconds)
+            # Twice as many each time: the first few tell little of what an update takes.
+            n, count = portion(least, self.config.runtime.loop_count, seconds)
             before = time.perf_counter()
             self._run(n, count)
             now = time.perf_counter()
-            made, least, seconds = made + n * count, 2 * least, (now - before) / (n * count)  # the first few tell little
+            made, least, seconds = made + n * count, 2 * least, (now - before) / (n * count)
             if looked is None:
                 looked = now, made, self._ahead()
             elif now - looked[0] >= _LOOKED_AT and made - looked[1] >= _LEAST_DISPATCHES * self._cycle:
@@ -160,10 +162,12 @@ class Session:
         updates = sum(n * count for n, count in portions)
         if self._threaded:
             self._run(1, portions[0][1])  # who waited while nobody learnt has stopped
+        pipeline = PipelineTotals()
         self._joules()
         machine, cpu, wall = usage.machine_cpu_seconds(), usage.cpu_seconds(), time.perf_counter()
         for n, count in portions:
             self._run(n, count)
+            pipeline.add(self._report.pipeline)
         wall, cpu, machine_after = time.perf_counter() - wall, usage.cpu_seconds() - cpu, usage.machine_cpu_seconds()
         joules = self._joules()
         self._seconds_an_update = wall / updates
@@ -178,7 +182,7 @@ class Session:
             "device_peak_bytes": _device_peak_bytes(),
             "joules_per_env_step": joules / (updates * self._steps_an_update) if joules is not None else None,
             "finite": not lost and math.isfinite(self._report.metrics.get("loss", 0.0)),  # none, where all were left out
-            **_pipeline_figures(self._report.pipeline, wall),
+            **_pipeline_figures(pipeline.result(), wall),
         }
 
 

@@ -129,6 +129,25 @@ def test_a_burst_has_a_dispatch_before_it(tiny_threads: Config) -> None:
         assert burst["updates_per_second"] == pytest.approx(updates / burst["wall_seconds"])
 
 
+def test_what_threads_waited_for_is_counted_in_all_of_a_burst(tiny_threads: Config) -> None:
+    session = Session(concrete(tiny_threads, "cpu"))
+    waited: list[float] = []
+    run = session._run
+
+    def counted(n: int, loop_count: int) -> None:
+        run(n, loop_count)
+        waited.append(session._report.pipeline["wait_learner_seconds"])
+
+    session._run = counted  # type: ignore[method-assign]
+    try:
+        told = session.burst(1.6, tiny_threads.runtime.loop_count)
+    finally:
+        session.close()
+    assert len(waited) >= 4, "a dispatch before it, and of the burst half a second each"
+    assert min(waited) > 0.0
+    assert told["waits"]["learner"] == pytest.approx(sum(waited[1:]) / told["wall_seconds"], rel=0.02)
+
+
 class Paced(Session):
     """Threads whose learner takes so many seconds an update, next to which self-play makes so large a share of its steps.
 
@@ -170,7 +189,7 @@ def test_threads_are_warm_once_self_play_is_as_far_ahead_as_it_will_be(share: fl
     assert 512 < window < 530
     assert max(session.made) <= 0.5 / 0.004, "no longer than a training's"
     assert (sum(session.made) < window) == settles
-    assert sum(session.made) <= window + session._cycle
+    assert sum(session.made) <= window + session._cycle + 0.5 / 0.004
     assert session._seconds_an_update == pytest.approx(0.004, rel=0.2)
     ((n, count),) = session._portions(0.3, 256)
     assert n == 1
