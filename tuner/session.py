@@ -30,13 +30,14 @@ from tuner.bridge import (
     usage,
 )
 
-_LEAST_DISPATCHES = 4  # of a burst under threads, where half a second has as many: of those asked for at once the last are slow
-# Threads are warm when self-play makes as many steps as are learnt from, but for this share of a second's at the least.
-_KEEPING_PACE, _LOOKED_AT = 0.03, 1.0
+_LEAST_DISPATCHES = 4  # of a burst under threads, where half a second has as many: the first and the last overlap with nothing
+# Threads are warm when self-play makes as many steps as are learnt from, but for this share of what is learnt in a second at the
+# least, and in so many cycles: it makes rows whole.
+_KEEPING_PACE, _LOOKED_AT, _CYCLES = 0.03, 1.0, 4
 
 
 def cycle_of(config: Config) -> int:
-    """Updates of the shortest burst. Rows are made every so many updates: a burst of whole cycles holds its share of both."""
+    """Updates of a cycle, and of the shortest burst: rows are made every so many, and a burst holds its share of both."""
     rows = config.runtime.num_envs * config.selfplay_workers
     return max(1, math.ceil(rows / float(config.train.batch_size / config.replay_ratio)))
 
@@ -112,7 +113,7 @@ class Session:
             made, least, seconds = made + n * count, 2 * least, (now - before) / (n * count)
             if looked is None:
                 looked = now, made, self._ahead()
-            elif now - looked[0] >= _LOOKED_AT and made - looked[1] >= _LEAST_DISPATCHES * self._cycle:
+            elif now - looked[0] >= _LOOKED_AT and made - looked[1] >= _CYCLES * self._cycle:
                 if abs(self._ahead() - looked[2]) <= _KEEPING_PACE * (made - looked[1]):
                     break
                 looked = now, made, self._ahead()

@@ -249,7 +249,7 @@ def test_any_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow(150)
-@settings(max_examples=15, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(data=st.data())
 def test_any_large_problem_gets_the_answer_of_mctx(data: st.DataObject) -> None:
     with jax.enable_x64(True):
