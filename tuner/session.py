@@ -102,11 +102,12 @@ class Session:
         used up first; where the learner does, self-play takes processor time from it until it is as far ahead as it may be. In
         between, and once it is there, there is nothing to wait for.
         """
-        most, made, least, seconds = self._cycle + make_window(self.config), 0, 1, math.inf
+        loop_count, made, least, seconds = self.config.runtime.loop_count, 0, 1, math.inf
+        most = max(self._cycle, _LEAST_DISPATCHES * loop_count) + make_window(self.config)
         looked: tuple[float, int, int] | None = None  # when, updates made by then, and by how many self-play was ahead
         while made < most:
             # Twice as many each time: the first few tell little of what an update takes.
-            n, count = portion(least, self.config.runtime.loop_count, seconds)
+            n, count = portion(least, loop_count, seconds)
             before = time.perf_counter()
             self._run(n, count)
             now = time.perf_counter()
