@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,13 +54,16 @@ class Child:
         starter = [sys.executable, "-S", "-c", _DIE_POLITELY, str(os.getpid())]
         # In a session of its own: whether Ctrl-C came to all of a terminal or to us alone, it hears of it once.
         self._process = subprocess.Popen([*starter, *command], stdout=self._stdout, env=environment, start_new_session=True)
+        # Waiting for a process for so many seconds is looking at it twenty times a second, on the cores that it trains on.
+        self._ending = threading.Thread(target=self._process.wait, daemon=True)
+        self._ending.start()
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Its exit code; None while it lives, after so many seconds."""
-        try:
-            code = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        self._ending.join(seconds)
+        if self._ending.is_alive():
             return None
+        code = self._process.returncode
         if not self._stdout.closed:
             with self._stdout:
                 self._stdout.seek(0)
