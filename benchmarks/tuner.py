@@ -224,6 +224,8 @@ def main() -> None:
                 searches = [judge(course) for course in played]
                 medians = {key: float(np.median([figure[key] for figure in searches])) for key in searches[0]}
                 found[name] = {key: _plain(value) for key, value in medians.items()}
+                if not console.is_terminal:  # where no bar is seen
+                    console.print(f"{grid.name}: {name}: {found[name]['trials_to_near']} to {NEAR:.2f}")
             figures["grids"][grid.name] = {
                 "configurations": len(grid.seconds),
                 "spread": float(np.exp(grid.worst - grid.best)),

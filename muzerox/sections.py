@@ -141,7 +141,8 @@ class SearchConfig(Section):
     pb_c_base: float = knob(19652.0, "PUCT: growth of the exploration constant", unit="visits", above=0.0, high=1e9)
     dirichlet_alpha: float = knob(0.3, "PUCT: concentration of the root noise", above=0.0, high=1e3)
     dirichlet_fraction: float = knob(0.25, "PUCT: share of noise in the root prior", unit="share", low=0.0, high=1.0)
-    temperature: float = knob(1.0, "PUCT: temperature of the action sampled while training", low=0.0, high=100.0)
+    # mctx takes an action without visits for one of 1e-38 of them: far beyond 5 it plays such, which may be illegal.
+    temperature: float = knob(1.0, "PUCT: temperature of the action sampled while training", low=0.0, high=5.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

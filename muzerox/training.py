@@ -249,6 +249,8 @@ class _Session:
                 reporter.say(f"not taken: {error}")
             if self._simulations_after(updates) != self.simulations:
                 state, compiled = self._deepen(state, updates, reporter), False
+                if stopped():  # the runtime that was asked to return soon is gone
+                    break
             # How updates are portioned out changes nothing that is learnt: no dispatch is so long that reports and signals
             # have to wait for it, and evaluations come when they are due, however fast the machine is.
             evaluation_due = self.runtime.updates_at(next_evaluation * train.eval_period)

@@ -50,7 +50,7 @@ class Child:
         environment = dict(os.environ)
         if sys.stdout.isatty():  # its tables are for this terminal
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
-        self.began, self._asked = time.monotonic(), False
+        self._asked = False
         starter = [sys.executable, "-S", "-c", _DIE_POLITELY, str(os.getpid())]
         # In a session of its own: whether Ctrl-C came to all of a terminal or to us alone, it hears of it once.
         self._process = subprocess.Popen([*starter, *command], stdout=self._stdout, env=environment, start_new_session=True)
@@ -82,8 +82,9 @@ class Child:
 
     def send(self, number: int) -> None:
         """Sends it and its simulators a signal."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, number)
+        if self._ending.is_alive():
+            with contextlib.suppress(ProcessLookupError):  # it has ended this moment
+                os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         """Ends it as it is."""
@@ -151,6 +152,7 @@ class Training:
         self._run, self._hardware, self._as_json = run, hardware, as_json
         self._follower = Follower(run)
         self._process: Child | None = None
+        self._began, self._suspended = 0.0, 0.0  # when the process did, by our clock; seconds that we and it stood still
         self._started_cores = config.allocation.cores
 
     @property
@@ -173,11 +175,13 @@ class Training:
             terminate()
 
         def pause(*_: Any) -> None:
+            before = time.monotonic()
             if self._process is not None:
                 self._process.send(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             if self._process is not None:
                 self._process.send(signal.SIGCONT)
+            self._suspended += time.monotonic() - before
 
         handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate, signal.SIGTSTP: pause}
         previous = {number: signal.signal(number, how) for number, how in handlers.items()}
@@ -187,9 +191,14 @@ class Training:
             for number, how in previous.items():
                 signal.signal(number, how)
 
+    def _clock(self) -> float:
+        """Seconds, which stand still while we do."""
+        return time.monotonic() - self._suspended
+
     def start(self, arguments: Sequence[str]) -> None:
         """A process of ``muzerox train``, with the configuration that is ours."""
         self._follower.restart()
+        self._began = self._clock()
         self._started_cores = self.config.allocation.cores
         self._process = Child(arguments, as_json=self._as_json)
         if self.stopping:  # asked for between two processes
@@ -218,7 +227,7 @@ class Training:
         found = self._follower.read(self.config)
         if found:
             if math.isnan(self.cost):  # a start, with what it compiled, is about what a restart will take
-                self.cost = time.monotonic() - self._child.began - sum(report.seconds for report in found)
+                self.cost = self._clock() - self._began - sum(report.seconds for report in found)
             self.last = found[-1]
         return found
 
@@ -273,7 +282,7 @@ class Training:
                     return "ended"
             self.config = config
             return "running"
-        began = time.monotonic()
+        began = self._clock()
         self._child.stop()
         if self.wait() != STOPPED or self.stopping:
             return "ended"
@@ -282,9 +291,9 @@ class Training:
         while (code := self.wait(POLL_SECONDS)) is None:
             reports = self.reports()
             if reports:
-                self.cost = time.monotonic() - began - sum(report.seconds for report in reports)
+                self.cost = self._clock() - began - sum(report.seconds for report in reports)
                 return "running"
-            if not self.stopping and time.monotonic() - began > limit:
+            if not self.stopping and self._clock() - began > limit:
                 self._child.kill()
                 return "failed"
         return "ended" if code in (0, STOPPED) else "failed"

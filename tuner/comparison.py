@@ -167,12 +167,12 @@ def choose(base: Measurement, measured: Sequence[Measurement], price: Price, ren
 
     That any is by luck alone happens no more often than ``LUCK``, however many there are.
     """
-    if base.outcome != Outcome.OK:
+    if base.outcome != Outcome.OK or math.isinf(rent(base)):
         return None
     paid = {
         i: _as_it_counts(m, rent(m) / rent(base) * math.exp(price(m) - price(base)))
         for i, m in enumerate(measured)
-        if m.outcome == Outcome.OK
+        if m.outcome == Outcome.OK and math.isfinite(rent(m))  # else joules count, and could not be read
     }
     if not paid:
         return None

@@ -87,7 +87,7 @@ def for_training(
         use[1] = max(use[1], predictor.predict(describe(config), hardware).peak_bytes)
     allocated = resources.for_training(use, hardware, most)
     allocated[0] = config.allocation.cores or hardware.cores
-    return resources.with_allocation(config, allocated, hardware, ())
+    return resources.with_allocation(config, allocated, hardware, (), most)
 
 
 def _busy(config: Config, measured: Measurement, hardware: Hardware) -> bool:
@@ -146,7 +146,7 @@ def corrected(
     changes = {}
     if after[0] != given[0]:
         changes["allocation.cores"] = _nearest_cores(float(after[0]), resources.least_cores(config), cores)
-    moved = resources.with_allocation(config, after, hardware, ()).to_dict()["allocation"]
+    moved = resources.with_allocation(config, after, hardware, (), most).to_dict()["allocation"]
     for name, column in (("memory_gib", 1), ("device_memory", 2)):
         if after[column] != given[column] and name in moved:
             changes[f"allocation.{name}"] = moved[name]
@@ -224,13 +224,18 @@ def would_run(config: Config, measured: Measurement, predictor: RuntimePredictor
     return f"allocation.memory_gib = {_quarters(min(wanted, hardware.memory_bytes)):g}"
 
 
-def more_memory(config: Config, changes: Mapping[str, Any], predictor: RuntimePredictor, hardware: Hardware) -> dict[str, float]:
-    """Change of allocation.memory_gib that a run needs to go on with ``changes``; empty where what it is kept to will do."""
+def more_memory(
+    config: Config, changes: Mapping[str, Any], predictor: RuntimePredictor, hardware: Hardware, most_gib: float = math.inf
+) -> dict[str, float]:
+    """Change of allocation.memory_gib that a run needs to go on with ``changes``; empty where what it is kept to will do.
+
+    ``most_gib``: that somebody asked for; more is not given.
+    """
     given = config.allocation.memory_gib
     if given is None or set(changes) <= {"allocation.cores", "runtime.loop_count"}:
         return {}
     expected = predictor.predict(describe(config.replace(changes)), hardware).peak_bytes
-    wanted = min(_quarters(expected + allocate.SAFETY_BYTES[hardware.platform]), hardware.memory_bytes / GIB)
+    wanted = min(_quarters(expected + allocate.SAFETY_BYTES[hardware.platform]), hardware.memory_bytes / GIB, most_gib)
     return {"allocation.memory_gib": wanted} if wanted > given else {}
 
 

@@ -89,6 +89,8 @@ class Ending:
         if found.base.outcome != Outcome.OK:
             why = f"{found.base.outcome}: {found.base.error}"
             return self._start_stays(trials, f"the start stays: it failed in the comparison, and nothing was compared ({why})")
+        if math.isinf(self._proposer.rent(found.base)):
+            return self._start_stays(trials, "the start stays: its energy could not be read in the comparison")
         best = start if found.chosen is None else finalists[found.chosen]
         return self._result(trials, best, found.base, found.ours, finished=True)
 
@@ -124,7 +126,8 @@ class Ending:
         speedup = gain = None
         if base is not None and ours is not None:
             speedup = 1.0 if ours is base else paired_ratio(ours, base)
-            gain = speedup * self._proposer.rent(base) / self._proposer.rent(ours)
+            rents = self._proposer.rent(base), self._proposer.rent(ours)
+            gain = speedup * rents[0] / rents[1] if all(map(math.isfinite, rents)) else None  # joules that could not be read
         result = TuneResult(
             out=str(task.folder.path),
             finished=finished,

@@ -330,7 +330,7 @@ class _Tuning:
         worth = corrections.marginal(self.predictor, describe(config), self.hardware)
         needs, most = use * correction, self.most
         self.state, given = resources.next_allocation(self.state, needs, temperature, self.hardware, most, worth)
-        return resources.with_allocation(config, given, self.hardware, self.space.options("allocation.cores")), use
+        return resources.with_allocation(config, given, self.hardware, self.space.options("allocation.cores"), most), use
 
     def _describe_changes(self, changes: dict[str, Any]) -> str:
         moved = [f"{path.rpartition('.')[2]}={value}" for path, value in changes.items() if value != get(self.task.start, path)]

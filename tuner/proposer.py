@@ -194,7 +194,9 @@ class Proposer:
         key, role = jax.random.fold_in(self._key, number), self.role_of(number)
         if role == "random":
             points = np.asarray(jax.random.uniform(key, (_DRAWN, len(self.space.sizes))) * self.space.sizes[None, :], np.int32)
-            return _least(points, np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf))
+            drawn = _least(points, np.where(np.isfinite(self.energies(points)), np.arange(float(_DRAWN)), np.inf))
+            if drawn is not None:  # bounds may leave so little that chance does not find it, and an annealer does
+                return drawn
         best = self._best()[0]
         if role == "switched":
             return _least(*self._switched())

@@ -108,21 +108,32 @@ def least_cores(config: Config) -> int:
     return max(1, config.runtime.role_threads) if config.runtime.kind == "sebulba" else 1
 
 
-def with_allocation(config: Config, allocated: np.ndarray, hardware: Hardware, cores: Sequence[int]) -> Config:
+def with_allocation(
+    config: Config, allocated: np.ndarray, hardware: Hardware, cores: Sequence[int], most: np.ndarray | None = None
+) -> Config:
     """The configuration under an allocation [R]: at most the cores it asked for, at least a role's threads.
 
-    ``cores``: numbers to choose among; any where there are none.
+    Args:
+      cores: numbers to choose among; any where there are none.
+      most: [R] that was asked for, which memory is not rounded up beyond.
     """
+    bound = np.asarray(limits(hardware).maximum if most is None else most, np.float64)
     wanted = min(config.allocation.cores or hardware.cores, max(least_cores(config), math.ceil(allocated[0])))
     memory = min(math.ceil(allocated[1] / _GIB * _MEMORY_GRAIN) / _MEMORY_GRAIN, hardware.memory_bytes / _GIB)
-    changes: dict[str, Any] = {"allocation.memory_gib": memory}
+    changes: dict[str, Any] = {"allocation.memory_gib": min(memory, _short(bound[1] / _GIB))}
     changes["allocation.cores"] = min((n for n in cores if n >= wanted), default=wanted)
     if hardware.platform != "cpu":
         thousandths = math.ceil(1e3 * float(allocated[2]) / hardware.device_memory_bytes)
-        changes["allocation.device_memory"] = min(max(thousandths, 1), 1000) / 1e3
+        share = min(max(thousandths, 1), 1000) / 1e3
+        changes["allocation.device_memory"] = min(share, _short(bound[2] / hardware.device_memory_bytes))
     if hardware.platform == "gpu":
         changes["allocation.devices"] = devices_of(config, hardware)
     return config.replace(changes)
+
+
+def _short(number: float) -> float:
+    """As somebody wrote it, of what was a float32 since."""
+    return float(round(number, 6))
 
 
 def devices_of(config: Config, hardware: Hardware) -> int:

@@ -20,9 +20,10 @@ import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner import phases, switches
-from tuner.bridge import Config, ConfigError, RunDir, allocation_checked, concrete, enable_cache, get
+from tuner.bridge import Config, ConfigError, RunDir, UserError, allocation_checked, concrete, enable_cache, get
 from tuner.child import POLL_SECONDS, STOPPED, Training
 from tuner.corrections import more_memory
+from tuner.goal import Goal
 from tuner.history import HISTORY, shared_measurements
 from tuner.neighbourhood import resumable_space
 from tuner.objective import STALENESS_PRICE
@@ -59,6 +60,7 @@ def train_in_phases(
     as_json: bool = False,
     phased: bool = True,
     quiet: bool = False,
+    most_memory_gib: float | None = None,
 ) -> Trained:
     """Trains in a process of its own, under its allocation from the start, and follows it from phase to phase.
 
@@ -71,9 +73,11 @@ def train_in_phases(
       expected: seconds an environment step, as tuning measured or predicted them; NaN where nobody did.
       phased: False only trains.
       quiet: nothing on stderr but what the training says.
+      most_memory_gib: that somebody asked for; no switch goes beyond it. None: what the machine has.
     """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    follower = _Phases(concrete(config, hardware.platform), run, hardware, as_json=as_json, quiet=quiet)
+    goal = Goal(max_memory_gib=most_memory_gib)
+    follower = _Phases(concrete(config, hardware.platform), run, hardware, goal, as_json=as_json, quiet=quiet)
     follower.state = phases.State(expected=expected)
     code, said = follower.train(arguments, phased=phased)
     after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - start
@@ -100,8 +104,8 @@ def measured(space: Space, point: Point, now: Level | None, hardware: Hardware) 
 class _Phases:
     """One process's share of following a run."""
 
-    def __init__(self, config: Config, run: RunDir, hardware: Hardware, *, as_json: bool, quiet: bool):
-        self.run, self.hardware, self.quiet = run, hardware, quiet
+    def __init__(self, config: Config, run: RunDir, hardware: Hardware, goal: Goal, *, as_json: bool, quiet: bool):
+        self.run, self.hardware, self.goal, self.quiet = run, hardware, goal, quiet
         self.training = Training(config, run, hardware, as_json=as_json)
         self.state = phases.State()
         self.number = max((switch.number + 1 for switch in switches.load(run)), default=0)
@@ -169,9 +173,9 @@ class _Phases:
         enable_cache()
         space = resumable_space(training.now, self.hardware.platform, self.host_step_more)
         if self.taught is None:
-            self.taught = RuntimePredictor.pretrained().fit(shared_measurements(self.hardware.id, self.say)[-HISTORY:])
+            self.taught = RuntimePredictor.pretrained().fit(self._history()[-HISTORY:])
         price = STALENESS_PRICE / training.config.train.target_period
-        proposer = Proposer(space, self.hardware, self.taught, jax.random.key(self.number), price)
+        proposer = Proposer(space, self.hardware, self.taught, jax.random.key(self.number), price, self.goal)
         here, seconds = space.start, reason.now.seconds_per_env_step
         known = [(here, measured(space, here, reason.now, self.hardware))]
         for number in range(1, CANDIDATES + 1):
@@ -199,6 +203,14 @@ class _Phases:
             if now is not None and verdict in ("kept", "left"):
                 here, seconds = point, now.seconds_per_env_step
         return seconds
+
+    def _history(self) -> list[Measurement]:
+        """What this machine has measured; nothing, and why, where that cannot be read: a training is not stopped for advice."""
+        try:
+            return shared_measurements(self.hardware.id, self.say)
+        except UserError as error:
+            self.say(f"goes on without this machine's history: {error}")
+            return []
 
     def _gain(self, proposer: Proposer, here: Point, point: Point) -> float:
         """How many times faster ``point`` is expected to be."""
@@ -239,7 +251,8 @@ class _Phases:
         training = self.training
         assert training.last is not None
         if self.taught is not None:
-            changes = {**changes, **more_memory(training.now, changes, self.taught, self.hardware)}
+            most = self.goal.max_memory_gib or math.inf
+            changes = {**changes, **more_memory(training.now, changes, self.taught, self.hardware, most)}
         try:
             allocation_checked(training.config.replace(changes))
         except ConfigError as error:

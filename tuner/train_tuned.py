@@ -58,7 +58,7 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     out = RunDir(args.out).path if args.out is not None else RunDir.default(config).path
     run = RunDir(out)
     run.check_new()
-    result = tune(config, budget=args.tune, out=out.with_name(out.name + "-tuning"))
+    result = tune(config, budget=args.tune, out=tuning_folder(out))
     if not result.finished:
         return print_tuning(result, out, as_json=args.json)
     if not args.json:  # else it is told with the training
@@ -72,6 +72,7 @@ def _tune_then_train(args: argparse.Namespace) -> int:
         expected=(result.measurement and result.measurement.seconds_per_env_step) or result.predicted["seconds_per_env_step"],
         as_json=args.json,
         phased=args.phases is not False,
+        most_memory_gib=config.allocation.memory_gib,
     )
     if how.code not in (0, 130):
         raise RunFailed(f"training the tuned configuration ended with exit code {how.code}; {tuned} holds it")
@@ -90,6 +91,12 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     return how.code
 
 
+def tuning_folder(out: Path) -> Path:
+    """Where the tuning of a run in ``out`` lies: beside it."""
+    named = out.absolute()  # "." has no name
+    return named.with_name(named.name + "-tuning")
+
+
 def _resume_in_phases(args: argparse.Namespace) -> int:
     """A run that is gone on with in phases."""
     from tuner.fingerprint import fingerprint
@@ -100,9 +107,13 @@ def _resume_in_phases(args: argparse.Namespace) -> int:
             raise UserError(f"--{option}", getattr(args, option), "cannot be given with --resume, which takes it from the run")
     stay_off_the_accelerator()
     run = RunDir(args.resume)
-    config = run.load_config().replace(dict(parse_assignment(text) for text in args.assignments))
+    assigned = dict(parse_assignment(text) for text in args.assignments)
+    config = run.load_config().replace(assigned)
+    # What a run is kept to may be what a tuning found that it needs: it is a bound where it is asked for.
+    most = config.allocation.memory_gib if "allocation.memory_gib" in assigned else None
     sets = [part for text in args.assignments for part in ("--set", text)]
-    how = train_in_phases(config, run, ["--resume", args.resume, *sets], fingerprint(), as_json=args.json)
+    arguments = ["--resume", args.resume, *sets]
+    how = train_in_phases(config, run, arguments, fingerprint(), as_json=args.json, most_memory_gib=most)
     print(how.said, end="")
     _say_unsaved(how, f"--resume {args.resume}")
     return how.code

@@ -182,7 +182,9 @@ class Worker:
         assert stdout is not None
         deadline = time.monotonic() + self._timeout
         while b"\n" not in self._buffer:
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+            left = max(0.0, deadline - time.monotonic())
+            # Interrupted (Ctrl-Z, and gone on with) once its time is over, select says nothing is there without having looked.
+            if not (self._selector.select(left) or self._selector.select(0.0)):
                 raise WorkerFailed(Outcome.TIMEOUT, f"no answer within {self._timeout:g} s")
             part = os.read(stdout.fileno(), 65536)
             if not part:

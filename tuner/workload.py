@@ -33,6 +33,7 @@ from tuner.bridge import (
     make_model,
     write_atomically,
 )
+from tuner.disk import saving
 from tuner.flops import Cost, count_cost
 
 
@@ -153,6 +154,7 @@ def host_step_seconds(env_id: str) -> float:
 
     Raises:
       RunFailed: it fails when it is stepped.
+      UserError: what was measured cannot be kept.
     """
     if not isinstance(environment(env_id), HostEnvironment):
         return 0.0
@@ -163,10 +165,12 @@ def host_step_seconds(env_id: str) -> float:
         if kept >= _LEAST_STEP:
             return kept
     except (OSError, ValueError, KeyError, TypeError):
-        file.unlink(missing_ok=True)  # not measured yet, or damaged
+        pass  # not measured yet, or damaged
+    with saving("MUZEROX_HOME", home()):  # what cannot be kept is not measured first
+        file.parent.mkdir(parents=True, exist_ok=True)
     seconds = _time_steps(env_id)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps({"env": env_id, "step_seconds": seconds}) + "\n")
+    with saving("MUZEROX_HOME", home()):
+        write_atomically(file, json.dumps({"env": env_id, "step_seconds": seconds}) + "\n")
     return seconds
 
 

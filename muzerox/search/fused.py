@@ -280,7 +280,7 @@ def _sampled(key: jax.Array, tree: mctx.Tree, visits: jax.Array, temperature: An
     """Actions in proportion to the root's visits [B, A], as ``visits ** (1 / temperature)``."""
     weights = visits / jnp.sum(visits, axis=1, keepdims=True)
     tiny = jnp.finfo(weights.dtype).tiny
-    logits = jnp.log(jnp.maximum(weights, tiny))
+    logits = jnp.log(weights)  # none without a visit, which those that are not legal never have, at any temperature
     # Less the largest: dividing by a small temperature must not overflow.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.maximum(tiny, temperature)
     return mctx.PolicyOutput(action=jax.random.categorical(key, logits), action_weights=weights, search_tree=tree)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +89,25 @@ def test_stopped_between_two_depths_it_goes_on_as_if_it_had_not_been(
     assert (second.updates, second.mean_return) == (result.updates, result.mean_return)
     assert_same(saved_state(at_once, config), saved_state(run, config))
     assert_rows_are_as_deep(run)
+
+
+def test_stopped_while_it_deepens_it_makes_no_update_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes while there is no runtime to tell of it: that before is closed, the next one not made."""
+    made = []
+
+    def make(*args: Any) -> Any:
+        made.append(training_runtime(*args))
+        if len(made) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return made[-1]
+
+    training_runtime = training.make_runtime
+    monkeypatch.setattr(training, "make_runtime", make)
+    run = RunDir(tmp_path / "run")
+    result = train(Config.preset("gymnasium:CartPole-v1").replace(DEEPENING), run.path, quiet=True)
+    config = resolve_kind(run.load_config(), training.make_env("gymnasium:CartPole-v1"))
+    assert not result.finished
+    assert result.updates == deepenings_by_updates(config)[1][0] == int(saved_state(run, config).learner.updates)
 
 
 def test_threads_deepen_too_and_lose_no_step(tmp_path: Path) -> None:

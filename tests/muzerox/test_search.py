@@ -181,10 +181,13 @@ def test_discounts_in_the_tree_have_the_sign_of_the_turn(spec: EnvSpec, sign: fl
     np.testing.assert_allclose(np.asarray(tree.children_discounts)[expanded], sign * 0.9, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gumbel", "muzero"])
-def test_illegal_actions_are_never_chosen_nor_weighted(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gumbel", {}), ("muzero", {}), *(("muzero", {"search__temperature": 5.0, "search__engine": e}) for e in ENGINES)],
+)
+def test_illegal_actions_are_never_chosen_nor_weighted(name: str, changes: dict[str, Any]) -> None:
     """Over every set of legal actions. Without exploration Gumbel does not depend on the key."""
-    _, algorithm, params, _, _ = _setup(GAME, search__algorithm=name)
+    _, algorithm, params, _, _ = _setup(GAME, search__algorithm=name, **changes)
     observation = jax.random.normal(jax.random.key(4), (31, 4)) * 3
     legal = (np.arange(1, 32)[:, None] >> np.arange(5)) % 2 == 1  # the non-empty sets of five actions
     act = jax.jit(algorithm.act, static_argnums=4)

@@ -80,6 +80,18 @@ def test_a_configuration_is_given_whole_cores_and_quarters_of_a_gibibyte(machine
     np.testing.assert_allclose(resources.allocation_of(Config(), machine), [4.0, 8 * 2**30, 0.0])  # all there is
 
 
+def test_what_was_asked_for_is_not_rounded_up_beyond(machine: Hardware) -> None:
+    gpu = dataclasses.replace(machine, platform="gpu", device_memory_bytes=150_754_820_096)
+    asked = Config().replace({"allocation.memory_gib": 1.6, "allocation.device_memory": 0.6})
+    most = resources.allocation_of(asked, gpu)
+    given_ = resources.for_training(np.array([1.0, 8e9, 140e9], np.float32), gpu, most)
+    for hardware, share in ((gpu, 0.6), (machine, 0.6)):
+        found = resources.with_allocation(asked, given_, hardware, (), most).allocation
+        assert (found.memory_gib, found.device_memory) == (1.6, share)
+    little = resources.with_allocation(asked, np.array([1.0, 1.1 * 2**30, 15e9]), gpu, (), most).allocation
+    assert (little.memory_gib, little.device_memory) == (1.25, 0.1)
+
+
 def test_the_next_allocation_follows_the_balance(machine: Hardware) -> None:
     use = np.array([1.0, 2**30, 0.0], np.float32)
     everything = np.asarray(resources.limits(machine).maximum)

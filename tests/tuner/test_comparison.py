@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,23 @@ def test_a_rival_beats_the_start_with_all_that_both_pay(machine: Hardware, threa
     lucky, slower = ran(*[0.85] * 8, *[1.05] * 7), ran(*[1.2] * 15)  # p = 0.04
     assert chosen(start, lucky) == 0
     assert chosen(start, slower, lucky, slower, slower) is None, "one of four is as lucky in one comparison of seven"
+
+
+def test_where_joules_count_what_they_were_not_read_of_is_not_compared(machine: Hardware, threaded: Workload) -> None:
+    def ran(seconds: float, joules: float | None) -> Measurement:
+        repeats = (seconds,) * 15
+        figures = {"repeats": repeats, "joules_per_env_step": joules}
+        return Measurement(hardware=machine, workload=threaded, outcome=Outcome.OK, **figures)
+
+    def rent(measurement: Measurement) -> float:
+        return measurement.joules_per_env_step or math.inf
+
+    def chosen(*measured: Measurement) -> int | None:
+        return comparison.choose(measured[0], measured[1:], lambda _: 0.0, rent)
+
+    assert chosen(ran(1.0, 2.0), ran(0.5, None), ran(0.9, 2.0)) == 1
+    assert chosen(ran(1.0, 2.0), ran(0.5, None)) is None
+    assert chosen(ran(1.0, None), ran(0.5, 2.0), ran(0.5, None)) is None
 
 
 def test_the_cheapest_trial_is_not_only_the_fastest(machine: Hardware, threaded: Workload) -> None:

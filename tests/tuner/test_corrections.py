@@ -297,6 +297,9 @@ def test_a_running_training_is_given_more_memory_for_a_change_that_needs_it(mach
     plenty = little.replace("allocation.memory_gib", machine.memory_bytes / 2**30)
     assert corrections.more_memory(plenty, {"replay.capacity": 4_000_000}, predictor, machine) == {}
     assert corrections.more_memory(little, {"runtime.loop_count": 1}, predictor, machine) == {}
+    bound = corrections.more_memory(little, {"replay.capacity": 4_000_000}, predictor, machine, 1.1)
+    assert bound == {"allocation.memory_gib": 1.1}, "no more than was asked for"
+    assert corrections.more_memory(little, {"replay.capacity": 4_000_000}, predictor, machine, 1.0) == {}
 
 
 @pytest.mark.parametrize(

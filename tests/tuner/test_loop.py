@@ -34,7 +34,7 @@ from tuner.report import closing_rows, median_errors, print_tuning
 from tuner.residual import make_residual
 from tuner.result import parse_budget
 from tuner.task import Task
-from tuner.workload import describe
+from tuner.workload import describe, host_step_seconds
 
 TINY = {
     "replay.min_size": 64,
@@ -291,6 +291,7 @@ def test_what_the_disk_refuses_is_said_in_one_line(
     refused: list[tuple[str, Callable[[], object]]] = [
         ("MUZEROX_HOME", lambda: fingerprint(say=said.append)),
         ("MUZEROX_HOME", lambda: shared_store("here")),
+        ("MUZEROX_HOME", lambda: host_step_seconds.__wrapped__("gymnasium:CartPole-v1")),
         ("MUZEROX_HOME", lambda: share(measurement, store)),
         ("--out", gone.lock),
         ("--out", lambda: gone.save_tuned(tuned.config)),

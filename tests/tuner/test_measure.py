@@ -215,6 +215,28 @@ def test_what_prints_garbage_is_a_row(said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_who_was_suspended_hears_what_came_meanwhile() -> None:
+    """Its time was over when it went on, and the answer was there."""
+    script = """
+import time
+from tuner.worker_client import Worker
+class Slow(Worker):
+    command = ("-c", "import time; input(); time.sleep(0.5); print('{}', flush=True); input()")
+with Slow({}, timeout=2.0) as worker:
+    print("asked", flush=True)
+    print(worker.answer(), flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == "asked\n"
+        time.sleep(0.1)  # until it waits
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate(timeout=60)[0] == "{}\n"
+
+
 def test_who_has_ended_before_it_is_asked_leaves_nothing_open() -> None:
     class Gone(Worker):
         command = ("-c", "import sys; sys.exit(3)")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
+from tuner import proposer as proposer_module
 from tuner.objective import ANY, every_point_with
 from tuner.proposer import (
     COLDEST,
@@ -112,6 +113,30 @@ def test_one_in_so_many_is_drawn_at_random(space: Space, machine: Hardware, meas
         learnt[-1].learn([(space.start, measured(space.start))])
     drawn, annealed = ({proposer.propose(number) for proposer in learnt} for number in (RANDOM_EVERY, 1))
     assert len(drawn) > len(annealed)
+
+
+def test_where_chance_finds_nothing_it_is_annealed(
+    space: Space, machine: Hardware, measured: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(point: Point) -> object:
+        return space.program(space.decode(point))
+
+    monkeypatch.setattr(proposer_module, "_DRAWN", 1)
+    missed = 0
+    for seed in range(6):
+        proposer = make(space, machine, seed)
+        proposer.learn([(space.start, measured(space.start))])
+        *covered, left = [point for point in np.ndindex(*space.sizes) if program(point) != program(space.start)]
+        for point in covered:
+            if program(point) != program(left):
+                proposer.cover(point)
+        found = proposer.propose(RANDOM_EVERY)
+        assert found is not None
+        assert program(found) == program(left)
+        key = jax.random.fold_in(jax.random.key(seed), RANDOM_EVERY)
+        drawn = np.asarray(jax.random.uniform(key, (1, len(space.sizes))) * space.sizes[None, :], np.int32)
+        missed += not np.isfinite(proposer.energies(drawn))[0]
+    assert missed > 0, "chance found it whenever it was asked"
 
 
 def _moved(space: Space, knobs: list[int]) -> Point:

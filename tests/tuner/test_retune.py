@@ -23,6 +23,7 @@ from tuner.neighbourhood import resumable_space
 from tuner.phases import Level
 from tuner.retune import measured
 from tuner.switches import Switch
+from tuner.train_tuned import tuning_folder
 
 ROW: dict[str, Any] = {"kind": "train", "episodes": 0, "num_simulations": 2, "skipped_updates": 0}
 
@@ -96,6 +97,12 @@ def test_only_what_a_resume_may_change_moves(which: str, machine: Hardware, requ
     if which == "tiny_threads":
         assert "runtime.step_in" in {knob.path for knob in space.knobs}
         assert found.workload.host_step_seconds > 2e-4, "what steps were seen to take beyond what was measured"
+
+
+def test_a_tuning_lies_beside_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tuning_folder(Path("runs/a")) == tmp_path / "runs" / "a-tuning"
+    assert tuning_folder(Path(".")) == tmp_path.with_name(tmp_path.name + "-tuning")
 
 
 def test_phases_need_a_training_that_is_tuned_or_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from predictor import Hardware, Measurement, Outcome
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner import retune, switches
 from tuner.bridge import Config, ConfigError, RunDir, concrete, get, toml
 from tuner.child import Child, Training
 from tuner.fingerprint import fingerprint
+from tuner.goal import Goal
 from tuner.phases import Level, Reason, Report
 from tuner.proposer import Proposer
 from tuner.retune import _Phases
@@ -43,9 +44,9 @@ def report(**changes: Any) -> Report:
     return Report(**{**values, **changes})
 
 
-def following(config: Config, run: RunDir, machine: Hardware) -> _Phases:
+def following(config: Config, run: RunDir, machine: Hardware, most_gib: float | None = None) -> _Phases:
     """Of a training that is said to have reported once."""
-    found = _Phases(concrete(config, "cpu"), run, machine, as_json=False, quiet=True)
+    found = _Phases(concrete(config, "cpu"), run, machine, Goal(max_memory_gib=most_gib), as_json=False, quiet=True)
     found.training.last, found.training.cost = report(), 1.0
     return found
 
@@ -102,6 +103,49 @@ def test_a_candidate_that_failed_is_learnt_as_what_it_was(
     assert failed.workload != here.workload
 
 
+def test_no_switch_is_given_more_memory_than_was_asked_for(
+    tmp_path: Path, tiny: Config, machine: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = tiny.replace({**ENDLESS, "allocation.memory_gib": 0.8})
+    asked: dict[float | None, list[dict[str, Any]]] = {None: [], 1.1: []}
+    for most, found in asked.items():
+        follower = following(little, RunDir(tmp_path), machine, most)
+        follower.taught = RuntimePredictor.pretrained()
+        monkeypatch.setattr(follower.training, "change", lambda changes, found=found: found.append(changes) or "ended")
+        follower._try({"runtime.num_envs": 512}, Reason("speed", "slow", FLAT, FLAT), 1.5, 1e-3)
+    assert asked[None][0]["allocation.memory_gib"] > 1.1, "the test asks for too little"
+    assert asked[1.1] == [{"runtime.num_envs": 512, "allocation.memory_gib": 1.1}]
+
+
+def test_a_damaged_history_does_not_end_a_training(
+    tmp_path: Path, tiny: Config, machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MUZEROX_HOME", str(tmp_path / "home"))
+    follower = following(tiny.replace(ENDLESS), RunDir(tmp_path / "run"), machine)
+    follower.quiet = False
+    assert follower._history() == []
+    assert capsys.readouterr().err == "", "a machine that has measured nothing is no damage"
+    folder = tmp_path / "home" / "measurements" / machine.id
+    folder.mkdir(parents=True)
+    (folder / "rows.jsonl").write_text("no row\n{}\n")
+    assert follower._history() == []
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "goes on without" in said
+    assert str(folder) in said
+
+
+def test_a_signal_for_who_has_just_ended_is_nothing() -> None:
+    for _ in range(5):
+        child = Child(["--help"], as_json=False)
+        os.kill(child._process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60.0
+        while child.wait(0.0) is None:
+            child.send(signal.SIGCONT)
+            assert time.monotonic() < deadline
+        child.send(signal.SIGCONT)
+        assert child.wait() == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_before_its_training_heeds_signals_it_has_stopped(number: int, tmp_path: Path, tiny: Config) -> None:
     (tmp_path / "start.toml").write_text(toml(tiny.replace(ENDLESS)))
@@ -154,7 +198,7 @@ def try_split(tmp_path: Path, tiny: Config, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "start.toml").write_text(toml(config))
         Disturbed.made, Disturbed.disturb = 0, staticmethod(disturb)
         monkeypatch.setattr("tuner.child.Child", Disturbed)
-        follower = _Phases(config, run, fingerprint(), as_json=True, quiet=True)
+        follower = _Phases(config, run, fingerprint(), Goal(), as_json=True, quiet=True)
         training = follower.training
         with training.signals():
             training.start(["--config", str(tmp_path / "start.toml"), "--out", str(run.path)])
