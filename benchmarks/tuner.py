@@ -49,11 +49,13 @@ class Grid:
         own = [(row, factor) for row, factor in zip(rows, at_reference_speed(rows), strict=True) if row["task"] == task.name]
         first = Measurement.from_dict(own[0][0]["measurement"])
         self.name, self.hardware = task.name, first.hardware
-        base = base_of(task, self.hardware.platform)
+        # What it was measured with, wherever it is played back: on as many cores, with an environment that took as long.
+        base = base_of(task, self.hardware.platform).replace("allocation.cores", self.hardware.cores)
+        about = dataclasses.replace(describe(base), host_step_seconds=first.workload.host_step_seconds)
         knobs = [knob for knob in knobs_up_to("neutral", task.kind) if knob.path in task.axes]
         knobs = [dataclasses.replace(knob, choices=task.axes[knob.path]) for knob in knobs]
         start = {knob.path: knob.choices[0] for knob in knobs}
-        self.space = make_space(knobs, start, describe(base), lambda *_: True, 2**30, np.inf)
+        self.space = make_space(knobs, start, about, lambda *_: True, 2**30, np.inf)
         self.target_period = base.train.target_period
         for row, factor in own:
             measurement = Measurement.from_dict(row["measurement"])
