@@ -6,14 +6,19 @@ that double their simulations on the way (``search.final_simulations``). Configu
 measured as the training begins, in alternation: the best of them is what both trainings start with, one followed from phase to
 phase, the other left alone. All alternate, --rounds times; medians are reported. Programs, the annealer's too, are compiled
 before anything is timed.
+
+Processes of one training differ by a tenth, which hides what following costs by itself: ``--following MINUTES`` is one training
+of kind ``none`` instead, which is followed and left alone in turns of some seconds.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import resource
+import signal
 import statistics
 import sys
 import tempfile
@@ -73,6 +78,7 @@ SETTINGS = {
     ),
 }
 SETTINGS["none"] = SETTINGS["change"]  # half the steps
+TURN_SECONDS = 4.0
 
 
 def best_static(setting: Setting, hardware: Any, rounds: int) -> tuple[Any, dict[str, float]]:
@@ -133,12 +139,56 @@ def train(config: Any, hardware: Any, folder: Path, *, phased: bool, change: int
     return {"seconds": round(seconds, 2), "follower_cpu_seconds": round(follower, 2), "switches": switches}
 
 
+def following(config: Any, hardware: Any, folder: Path, seconds: float) -> dict[str, Any]:
+    """Updates a second of one training while it is followed, over those while it is not: mean, its standard error, and turns."""
+    from tuner import phases
+    from tuner.bridge import RunDir, toml
+    from tuner.child import POLL_SECONDS, Training
+
+    os.environ.update(REGIME_COUNTER=str(folder / "steps"), REGIME_CHANGE="0")
+    file, run = folder / "config.toml", RunDir(folder / "run")
+    file.write_text(toml(config))
+    training, state, ratios = Training(config, run, hardware, as_json=True), phases.State(), []
+
+    def updates_now() -> tuple[int, float]:
+        rows = [row for row in run.metrics() if row["kind"] == "train"]
+        return rows[-1]["updates"], rows[-1]["train_seconds"]
+
+    def turn(followed: bool) -> float:
+        nonlocal state
+        (before, began), until = updates_now(), time.monotonic() + TURN_SECONDS
+        while followed and time.monotonic() < until:
+            training.wait(POLL_SECONDS)
+            for report in training.reports():
+                state, _ = phases.watch(state, report)
+        time.sleep(max(0.0, until - time.monotonic()))
+        after, ended = updates_now()
+        return (after - before) / (ended - began)
+
+    with training.signals():
+        training.start(["--config", str(file), "--out", str(run.path)])
+        while not training.reports():
+            if training.wait(1.0) is not None:
+                sys.exit("the training has ended")
+        time.sleep(phases.SETTLE_SECONDS)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until or len(ratios) < 2:
+            first = len(ratios) % 2 == 0  # followed first, every second time
+            rates = {followed: turn(followed) for followed in (first, not first)}
+            ratios.append(math.log(rates[True] / rates[False]))
+        signal.raise_signal(signal.SIGTERM)  # it saves and ends
+        training.wait()
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return {"ratio": math.exp(statistics.fmean(ratios)), "error": error, "turns": len(ratios), "turn_seconds": TURN_SECONDS}
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, help="environment steps of a training; of one without a change half as many")
     parser.add_argument("--rounds", type=int, default=1, help="trainings of each kind (default 1)")
     parser.add_argument("--bursts", type=int, default=5, help="rounds of bursts that the static configurations are measured in")
     parser.add_argument("--only", choices=("change", "none", "deeper"), action="append", help="only this kind; repeatable")
+    parser.add_argument("--following", type=float, metavar="MINUTES", help="only what following one training costs it")
     args = parser.parse_args()
     use_device(args.device or "cpu")
     simulators = str(Path(__file__).resolve().parent / "simulators")
@@ -148,7 +198,8 @@ def main() -> None:
 
     from tuner.fingerprint import fingerprint
 
-    hardware, kinds = fingerprint(), args.only or ["change", "none", "deeper"]
+    kinds = ["none"] if args.following else args.only or ["change", "none", "deeper"]
+    hardware = fingerprint()
     settings = {kind: SETTINGS[kind]._replace(steps=args.steps or SETTINGS[kind].steps) for kind in kinds}
     chosen: dict[str, Any] = {}
     static: dict[str, dict[str, float]] = {}
@@ -160,6 +211,13 @@ def main() -> None:
         chosen[kind], static[kind] = best_static(setting, hardware, args.bursts)
         print(f"{kind}: as it begins {json.dumps(static[kind])}", file=sys.stderr, flush=True)
         compile_annealer(chosen[kind], hardware)
+    if args.following:
+        with tempfile.TemporaryDirectory() as folder:
+            endless = chosen["none"].replace("train.max_env_steps", 1_000_000_000)
+            found = following(endless, hardware, Path(folder), 60.0 * args.following)
+        print(f"followed, over left alone: {found['ratio']:.3f} ± {found['error']:.3f} of the updates a second", file=sys.stderr)
+        finish("phases", {"static": static, "following": found}, record=args.record)
+        return
     runs: dict[str, list[dict[str, Any]]] = {f"{kind}, {how}": [] for kind in kinds for how in ("static", "phases")}
     with tempfile.TemporaryDirectory() as folder:
         for number, kind in itertools.product(range(args.rounds), kinds):
