@@ -148,7 +148,8 @@ def following(config: Any, hardware: Any, folder: Path, seconds: float) -> dict[
     os.environ.update(REGIME_COUNTER=str(folder / "steps"), REGIME_CHANGE="0")
     file, run = folder / "config.toml", RunDir(folder / "run")
     file.write_text(toml(config))
-    training, state, ratios = Training(config, run, hardware, as_json=True), phases.State(), []
+    training, state = Training(config, run, hardware, as_json=True), phases.State()
+    ratios: list[float] = []
 
     def updates_now() -> tuple[int, float]:
         rows = [row for row in run.metrics() if row["kind"] == "train"]
