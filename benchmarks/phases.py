@@ -158,11 +158,11 @@ def following(config: Any, hardware: Any, folder: Path, seconds: float) -> dict[
     def turn(followed: bool) -> float:
         nonlocal state
         (before, began), until = updates_now(), time.monotonic() + TURN_SECONDS
-        while followed and time.monotonic() < until:
-            training.wait(POLL_SECONDS)
-            for report in training.reports():
+        while (left := until - time.monotonic()) > 0.0:
+            if training.wait(min(left, POLL_SECONDS) if followed else left) is not None:
+                sys.exit("the training has ended")
+            for report in training.reports() if followed else ():
                 state, _ = phases.watch(state, report)
-        time.sleep(max(0.0, until - time.monotonic()))
         after, ended = updates_now()
         return (after - before) / (ended - began)
 
@@ -191,6 +191,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("change", "none", "deeper"), action="append", help="only this kind; repeatable")
     parser.add_argument("--following", type=float, metavar="MINUTES", help="only what following one training costs it")
     args = parser.parse_args()
+    if args.following is not None and not 0.0 < args.following < math.inf:
+        parser.error(f"--following ({args.following:g}) must be more than 0 minutes")
     use_device(args.device or "cpu")
     simulators = str(Path(__file__).resolve().parent / "simulators")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [simulators, os.environ.get("PYTHONPATH")]))
@@ -211,7 +213,8 @@ def main() -> None:
             continue
         chosen[kind], static[kind] = best_static(setting, hardware, args.bursts)
         print(f"{kind}: as it begins {json.dumps(static[kind])}", file=sys.stderr, flush=True)
-        compile_annealer(chosen[kind], hardware)
+        if not args.following:
+            compile_annealer(chosen[kind], hardware)
     if args.following:
         with tempfile.TemporaryDirectory() as folder:
             endless = chosen["none"].replace("train.max_env_steps", 1_000_000_000)

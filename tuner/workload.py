@@ -12,6 +12,7 @@ import operator
 import platform as host
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -160,18 +161,23 @@ def host_step_seconds(env_id: str) -> float:
         return 0.0
     machine = [env_id, host.node(), host.machine(), len(available_cores())]
     file = home() / "environments" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:12]}.json"
-    try:
-        kept = float(json.loads(file.read_text("utf-8"))["step_seconds"])
-        if kept >= _LEAST_STEP:
-            return kept
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not measured yet, or damaged
+    if (kept := _kept_step_seconds(file)) is not None:
+        return kept
     with saving("MUZEROX_HOME", home()):  # what cannot be kept is not measured first
         file.parent.mkdir(parents=True, exist_ok=True)
     seconds = _time_steps(env_id)
     with saving("MUZEROX_HOME", home()):
         write_atomically(file, json.dumps({"env": env_id, "step_seconds": seconds}) + "\n")
     return seconds
+
+
+def _kept_step_seconds(file: Path) -> float | None:
+    """What was measured before; None where it is to be measured (again): not yet, or the file is damaged."""
+    try:
+        kept = float(json.loads(file.read_text("utf-8"))["step_seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return kept if kept >= _LEAST_STEP else None
 
 
 def _time_steps(env_id: str, few: int = 2, many: int = 66, rows: int = 100) -> float:

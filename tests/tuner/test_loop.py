@@ -18,7 +18,7 @@ import pytest
 import tuner
 from muzerox import Config, UserError
 from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
-from tuner import ending, loop
+from tuner import comparison, ending, loop
 from tuner.bridge import load_config
 from tuner.comparison import MIN_GAIN
 from tuner.corrections import EVERY, ROLE
@@ -244,18 +244,29 @@ def test_ctrl_c_while_the_report_is_written_costs_no_comparison(
     assert copy.result_file.read_text() == before
 
 
+def unmetered(measure: Callable[..., list[Measurement]]) -> Callable[..., list[Measurement]]:
+    """``measure`` where a counter of energy fails."""
+    return lambda *args, **kwargs: [dataclasses.replace(m, joules_per_env_step=None) for m in measure(*args, **kwargs)]
+
+
 def test_where_the_start_cannot_be_compared_it_stays(
-    tuned: tuner.TuneResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tuned: tuner.TuneResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
     large = [remeasured(trial, peak_bytes=0.5 * tuned.hardware.memory_bytes) for trial in tuned.history]
     start, *others = tuned.history
     allocation = {**start.config["allocation"], "memory_gib": 0.3}
     failing = [dataclasses.replace(start, config={**start.config, "allocation": allocation}), *others]
-    for trials, why in ((large, "there is no memory for it and another"), (failing, "it failed in the comparison")):
+    metered = [remeasured(trial, joules_per_env_step=1e-3) for trial in tuned.history]
+    monkeypatch.setattr(comparison, "measure_in_alternation", unmetered(comparison.measure_in_alternation))
+    for trials, goal, why in (
+        (large, Goal(), "there is no memory for it and another"),
+        (failing, Goal(), "it failed in the comparison"),
+        (metered, Goal(energy=1.0), "its energy could not be read"),
+    ):
         copy.result_file.unlink(missing_ok=True)
         with Progress(600.0, quiet=False) as progress:
-            result = resumed(tuned, copy, progress).ending.compare(trials)
+            result = resumed(tuned, copy, progress, goal=goal).ending.compare(trials)
         said = capsys.readouterr().err
         assert f"the start stays: {why}" in " ".join(said.split())
         assert (result.finished, result.speedup, result.compared) == (True, 1.0, False)

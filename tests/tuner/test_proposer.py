@@ -126,8 +126,8 @@ def test_where_chance_finds_nothing_it_is_annealed(
     for seed in range(6):
         proposer = make(space, machine, seed)
         proposer.learn([(space.start, measured(space.start))])
-        *covered, left = [point for point in np.ndindex(*space.sizes) if program(point) != program(space.start)]
-        for point in covered:
+        *others, left = [point for point in np.ndindex(*space.sizes) if program(point) != program(space.start)]
+        for point in others:
             if program(point) != program(left):
                 proposer.cover(point)
         found = proposer.propose(RANDOM_EVERY)
