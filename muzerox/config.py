@@ -188,9 +188,9 @@ class Config(Section):
 
     @classmethod
     def preset(cls, env: str) -> Config:
-        """The tuned defaults for ``env`` when there are some, the general defaults otherwise."""
+        """The tuned defaults for ``env``, whatever options its id sets, when there are some; the general defaults otherwise."""
         files = {file.name: file for file in importlib.resources.files("muzerox").joinpath("presets").iterdir()}
-        file = files.get(env.replace(":", "_") + ".toml")
+        file = files.get(env.partition("?")[0].replace(":", "_") + ".toml")
         tree = tomllib.loads(file.read_text("utf-8")) if file is not None else {}
         return cls.from_dict({"env": env, **tree})
 

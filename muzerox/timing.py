@@ -23,7 +23,7 @@ def portion(updates: int, loop_count: int, seconds_an_update: float) -> tuple[in
 def seconds_since_process_start() -> float:
     """Wall seconds since the operating system started this process, imports included."""
     try:
-        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+        with open("/proc/self/stat", errors="replace") as stat, open("/proc/uptime") as uptime:
             ticks = float(stat.read().rpartition(")")[2].split()[19])
             return float(uptime.read().split()[0]) - ticks / _ticks_per_second()
     except OSError:  # no /proc on this system: count from the import of this module

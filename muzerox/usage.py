@@ -50,8 +50,7 @@ def _descendants() -> dict[int, list[str]]:
     stats: dict[int, list[str]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            # The second field, a name in parentheses, may hold anything.
-            stats[int(folder.name)] = (folder / "stat").read_text().rpartition(")")[2].split()
+            stats[int(folder.name)] = _text(folder / "stat").rpartition(")")[2].split()
         except OSError:  # it has just ended
             continue
     found: dict[int, list[str]] = {}
@@ -66,7 +65,12 @@ def _descendants() -> dict[int, list[str]]:
 
 def _peak(pid: int) -> float:
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = _text(Path(f"/proc/{pid}/status")).splitlines()
     except OSError:
         return 0.0
     return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0.0)
+
+
+def _text(file: Path) -> str:
+    """A process is named in it, by what may be no text: its name is cut after 15 bytes, in the middle of a letter, too."""
+    return file.read_text("utf-8", errors="replace")

@@ -95,7 +95,7 @@ class Window:
 def _age() -> float:
     """Seconds since this process was started, as far as the system tells."""
     try:
-        with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+        with open("/proc/self/stat", errors="replace") as stat, open("/proc/uptime") as uptime:
             started = float(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
             return float(uptime.read().split()[0]) - started
     except OSError:
@@ -119,7 +119,7 @@ def _cpu_seconds() -> float:
     total = time.process_time()
     for pid in _processes()[1:]:
         try:
-            with open(f"/proc/{pid}/stat") as file:
+            with open(f"/proc/{pid}/stat", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()
             total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         except OSError:
@@ -132,7 +132,7 @@ def _peak_bytes() -> int:
     peaks = []
     for pid in _processes():
         try:
-            with open(f"/proc/{pid}/status") as file:
+            with open(f"/proc/{pid}/status", errors="replace") as file:
                 peaks += [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")]
         except OSError:  # it has ended; or there is no /proc
             continue

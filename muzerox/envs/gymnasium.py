@@ -1,14 +1,15 @@
 """Environments of gymnasium (Towers et al., arXiv:2407.17032), and simulators of your own that register with it.
 
 ``gymnasium:CartPole-v1`` is one of gymnasium's; ``gymnasium:my_package.my_module:MyEnv-v0`` imports the module first, which
-registers ``MyEnv-v0``, by gymnasium's own convention. Actions are discrete, and given as Python's integers. Observations are
-arrays: floats are stored as float32, bytes and booleans as they are, a category as one-hot.
+registers ``MyEnv-v0``, by gymnasium's own convention; it may lie in the working directory. Actions are discrete, and given as
+Python's integers. Observations are arrays: floats are stored as float32, bytes and booleans as they are, a category as one-hot.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,6 +79,9 @@ def serves(name: str) -> bool:
     """
     module, colon, env = name.rpartition(":")
     if colon:
+        # As for ``python -m``, which an installed command is not; last, so that nothing there hides what is installed.
+        if "" not in sys.path:
+            sys.path.append("")
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a module may do anything, and what is given may be no module's name

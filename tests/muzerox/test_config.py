@@ -126,6 +126,7 @@ def test_preset_loads(name: str) -> None:
     config = Config.preset(env)
     assert config.env == env
     assert config != Config(env=env)
+    assert Config.preset(f"{env}?option=1") == dataclasses.replace(config, env=f"{env}?option=1")
     assert config_io.loads(config_io.dumps(config)) == config
 
 

@@ -320,3 +320,27 @@ def test_a_parent_that_ends_without_close_says_nothing() -> None:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert goes(int(out))
+
+
+MINE = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+gymnasium.register("Mine-v0", CartPoleEnv, max_episode_steps=7)
+"""
+PLAY = """
+from muzerox.envs import in_process, make_env
+
+assert make_env("gymnasium:my_env:Mine-v0").spec.num_actions == 2
+batch = in_process("gymnasium:my_env:Mine-v0", 2, 0, 60.0)
+print(batch.reset().observation.shape)
+batch.close()
+"""
+
+
+def test_a_simulator_may_lie_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "my_env.py").write_text(MINE)
+    (tmp_path / "numpy.py").write_text("raise SystemExit('what lies here hides what is installed')")
+    # -P: without the folder of the script, or the working directory, as the installed command is.
+    done = subprocess.run([sys.executable, "-P", "-c", PLAY], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "(2, 4)\n"), done.stderr
