@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -322,25 +323,23 @@ def test_a_parent_that_ends_without_close_says_nothing() -> None:
     assert goes(int(out))
 
 
-MINE = """
-import gymnasium
-from gymnasium.envs.classic_control import CartPoleEnv
-
-gymnasium.register("Mine-v0", CartPoleEnv, max_episode_steps=7)
-"""
 PLAY = """
 from muzerox.envs import in_process, make_env
 
-assert make_env("gymnasium:my_env:Mine-v0").spec.num_actions == 2
-batch = in_process("gymnasium:my_env:Mine-v0", 2, 0, 60.0)
+assert make_env("gymnasium:corridor:Corridor-v0").spec.num_actions == 2
+batch = in_process("gymnasium:corridor:Corridor-v0", 2, 0, 60.0)
 print(batch.reset().observation.shape)
 batch.close()
 """
 
 
 def test_a_simulator_may_lie_in_the_working_directory(tmp_path: Path) -> None:
-    (tmp_path / "my_env.py").write_text(MINE)
+    """The one that docs/howto.md shows."""
+    howto = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
+    shown = re.search(r"<!-- corridor.py -->\s*```python\n(.*?)```", howto, re.S)
+    assert shown is not None
+    (tmp_path / "corridor.py").write_text(shown[1])
     (tmp_path / "numpy.py").write_text("raise SystemExit('what lies here hides what is installed')")
     # -P: without the folder of the script, or the working directory, as the installed command is.
     done = subprocess.run([sys.executable, "-P", "-c", PLAY], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "(2, 4)\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "(2, 10)\n"), done.stderr
