@@ -8,6 +8,7 @@ that its features explain, by a linear function of them, is recorded. The predic
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def main() -> None:
             artifact.save(pretrain.SHIPPED / "network", network, {"made by": "benchmarks/pretrain.py", **figures})
             pretrain.load.cache_clear()
     data = load(args.data)
+    if not args.keep_network and not args.save:
+        print("fitted about the network in the package, which was not replaced: --save does that", file=sys.stderr)
     model = RuntimePredictor().fit([*data.failures, *data.measurements]).elsewhere()
     assert model.report is not None
     figures |= {f"fit_{name}": value for name, value in dataclasses.asdict(model.report).items()}

@@ -155,12 +155,8 @@ class _Session:
         ):
             with self.clock.phase("restore"):
                 checkpoints = Checkpoints(self.run.checkpoints, writable=True)
-                if checkpoints.latest() is None:
-                    state = self.runtime.init(jax.random.key(self.config.seed))
-                else:
-                    like = jax.eval_shape(self.runtime.init, jax.random.key(0))
-                    state = checkpoints.restore_state(like)
-            updates, start = int(state.learner.updates), state.env_steps
+                begun = [self._begin(checkpoints)]
+            updates, start = int(begun[0].learner.updates), begun[0].env_steps
             if changed:  # only now that the run is ours and its checkpoint is sound
                 self.run.result_file.unlink(missing_ok=True)
                 write_atomically(self.run.config_file, config_io.dumps(self.config))
@@ -170,9 +166,16 @@ class _Session:
                 with Reporter(self.run, now, quiet=quiet, start=start) as reporter:
                     if start:
                         reporter.say(f"resumed at update {updates:,} ({start:,} steps)")
-                    return self._loop(state, updates, start, checkpoints, reporter, stopped)
+                    # Held by the loop alone, which lets go of it: where a runtime copies the replay, this is another of it.
+                    return self._loop(begun.pop(), updates, start, checkpoints, reporter, stopped)
             finally:
                 checkpoints.close()
+
+    def _begin(self, checkpoints: Checkpoints) -> Any:
+        """The state that was saved last, or a fresh one."""
+        if checkpoints.latest() is None:
+            return self.runtime.init(jax.random.key(self.config.seed))
+        return checkpoints.restore_state(jax.eval_shape(self.runtime.init, jax.random.key(0)))
 
     def _next_evaluation(self, earliest: int, updates: int) -> int:
         """The first evaluation due after ``updates``, counted in evaluation periods; self-play may be ahead of updates."""

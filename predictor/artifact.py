@@ -53,6 +53,8 @@ def load(directory: str | os.PathLike[str], like: Any) -> tuple[Any, dict[str, A
         raise ArtifactError(f"{error.filename or folder}: {error.strerror}") from error
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ArtifactError(f"{folder}: not a saved predictor: {' '.join(str(error).split())}") from error
+    if not isinstance(meta, dict):
+        raise ArtifactError(f"{folder / _META}: must be an object")
     for name, leaf in wanted.items():
         if name not in arrays or arrays[name].shape != leaf.shape or arrays[name].dtype != leaf.dtype:
             raise ArtifactError(f"{folder}: {name} is missing or of another shape: saved by another version")

@@ -81,11 +81,19 @@ def ran_out_of_device_memory(measurement: Measurement) -> bool:
 
 
 def feasible(failed: Sequence[float], fine: Sequence[float], before: float) -> np.float32:
-    """The most that is known to be enough memory, of sizes that failed and others that did not; ``before`` where none failed.
+    """The most that is known to be enough memory, of sizes that failed and others that did not; inf where nothing ever failed.
 
-    A hair below the smallest that failed, unless a larger one did not: then memory was short for another reason.
+    A hair below the smallest that failed, or what was known ``before``, unless a larger one did not: then memory was short for
+    another reason. Rounded up: what was enough once is enough for the same again.
     """
-    return np.float32(max([min(failed) * (1.0 - 1e-5), *fine]) if failed else before)
+    most = max([min([before, *(size * (1.0 - 1e-5) for size in failed)]), *fine])
+    rounded = np.float32(most)
+    return rounded if rounded >= most else np.nextafter(rounded, np.float32(np.inf))
+
+
+def middle(found: Sequence[Offsets]) -> Offsets:
+    """The median of what several machines have told, which is what is expected of another."""
+    return Offsets(*(np.float32(np.median(values)) for values in zip(*found, strict=True)))
 
 
 def fit_offsets(
@@ -114,7 +122,7 @@ def fit_offsets(
 
     held = estimates["host_bytes"]
     beside = [measurements[i].peak_bytes - float(held[i]) for i in compiled if measurements[i].peak_bytes]  # type: ignore[operator]
-    process_bytes = max(recent_median(beside, float(before.process_bytes)), 0.0)
+    process_bytes = float(np.float32(max(recent_median(beside, float(before.process_bytes)), 0.0)))  # as it will be added
 
     # Of those that could have had all the memory there is, what they took of the host's and of each device's.
     fine = [i for i in here if measurements[i].outcome is Outcome.OK]

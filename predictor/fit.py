@@ -1,11 +1,11 @@
 """What measurements teach: how far counts of stages are off, and what the base misses by the graph.
 
-The base is a linear model of log seconds with Gaussian coefficients: how fast the machine is as a whole, and the logarithm of
-each stage's coefficient (its elasticity, the share of the whole it has, is the feature). How far they may stray is chosen by the
-evidence. The network, which :mod:`predictor.pretrain` taught what pipelines are like, is then trained by mean squared error on
-what the base misses of measurements that were left out, by full-batch AdamW in one compiled scan. With tens of noisy measurements
-it can do harm, so its output is multiplied by a shrinkage between 0 and 1, chosen on measurements that it was not trained on; 0
-unless they are predicted better, beyond luck.
+The base is a linear model of log seconds with Gaussian coefficients: how fast the machine is as a whole, the logarithm of each
+stage's coefficient (its elasticity, the share of the whole it has, is the feature), and what is missed of each program, however
+often it is measured. How far they may stray is chosen by the evidence. The network, which :mod:`predictor.pretrain` taught what
+pipelines are like, is then trained by mean squared error on what the base misses of measurements that were left out, by
+full-batch AdamW in one compiled scan. With tens of noisy measurements it can do harm, so its output is multiplied by a shrinkage
+between 0 and 1, chosen on measurements that it was not trained on; 0 unless they are predicted better, beyond luck.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from predictor.compiler import OPTIMIZED
 from predictor.graph import make_graph
 from predictor.model import Network
 from predictor.overlap import total
-from predictor.posterior import Block, choose_scales, condition, conformal_factor, leave_out
+from predictor.posterior import Block, choose_scales, condition, conformal_factor, leave_out, number
 from predictor.schema import Hardware, Measurement, Outcome, Workload
 
 # Scale of how much faster or slower a machine is as a whole than is expected by its rates, in logarithms:
@@ -37,8 +37,9 @@ _NEW_MACHINE = 0.25  # where others were; chosen with the first two machines in 
 _KNOWN_MACHINE = 0.11  # where that was learnt before: 0.065 from hour to hour, 0.09 on another day (benchmarks/data/collected)
 _STAGE = 0.35  # scale of the logarithm of a coefficient, before anything is measured
 _STAGE_SCALES, _LIKELY_STAGE = (0.05, 0.1, 0.2, 0.4), 0.05  # of what it is on this machine, beside that
-_NOISES, _LIKELY_NOISE = (0.06, 0.12, 0.17, 0.24, 0.34), 0.17
-_FEWEST = 8  # measurements below which scales are those expected
+_PROGRAMS, _LIKELY_PROGRAM = (0.06, 0.12, 0.16, 0.24, 0.34), 0.16  # of what is missed of a program, whenever it is measured
+_NOISES, _LIKELY_NOISE = (0.03, 0.06, 0.12), 0.06  # of one measurement of it
+_FEWEST = 8  # programs below which scales are those expected
 _FEWEST_TO_TRAIN = 24  # below which no network is: held-out gains of fewer cannot be told from luck
 _FOLDS = 4
 _STEPS = 150
@@ -54,7 +55,7 @@ class FitReport:
 
     measurements: int
     shrinkage: float  # of the network's output; 0: it is not heard
-    noise: float  # of a measurement, standard deviation of log seconds
+    noise: float  # of a measurement of another program, standard deviation of log seconds
     base_log_error: float  # mean absolute error of log seconds without the network
     residual_log_error: float  # with it, as far as it is heard
     base_mape: float  # mean absolute error over measured seconds
@@ -65,7 +66,7 @@ class Spread(NamedTuple):
     """How sure predictions are: a Gaussian over machine and stages, and what was seen of its honesty."""
 
     root: Value  # [1 + S, 1 + S]; the covariance of the coefficients is root @ root.T
-    noise: Value  # []
+    noise: Value  # [] of a measurement, what is missed of its program included
     factor: Value  # [] standard deviations that 90% intervals reach to each side
 
 
@@ -99,7 +100,8 @@ def usable(measurements: Sequence[Measurement]) -> list[Measurement]:
 def untaught(network: Network) -> Fit:
     """Before anything was measured: typical coefficients, and a network that has no say yet."""
     scales = [_ANY_MACHINE, *[_STAGE] * len(STAGES)]
-    spread = Spread(np.diag(np.array(scales, np.float32)), np.float32(_LIKELY_NOISE), np.float32(1.645))
+    noise = math.hypot(_LIKELY_PROGRAM, _LIKELY_NOISE)
+    spread = Spread(np.diag(np.array(scales, np.float32)), np.float32(noise), np.float32(1.645))
     return Fit(np.ones(len(STAGES), np.float32), network, np.float32(0.0), np.float32(0.0), spread, None)
 
 
@@ -158,7 +160,10 @@ def fit(
         if factor > 0.0:
             network, shrinkage, limit = trained, np.float32(factor), most
             left = wanted - factor * np.clip(said, -most, most)
-    reach = conformal_factor(left, deviations, fallback=float(before.spread.factor))
+    expected = float(before.spread.factor)
+    reach = conformal_factor(left, deviations, groups, fallback=expected)
+    if len({m.hardware.id for m in measured}) > 1:  # what was left out was of machines that are known, and another is meant
+        reach = max(reach, expected)
     several = len(set(groups)) > 1
     kinds = (errors, left) if several else (np.full(1, math.nan),) * 2
     report = FitReport(
@@ -185,16 +190,18 @@ def _fit_base(
 
     ``machine`` is the scale of what machines are as a whole.
     """
-    count, enough = len(measured), len(measured) >= _FEWEST
+    count, programs = len(measured), np.eye(len(set(groups)))[number(groups)]
+    enough = programs.shape[1] >= _FEWEST
     machines = _machines(measured)
     learnt = np.asarray(before.spread.root, np.float64)[1:]
-    noises = _NOISES if enough else (float(before.spread.noise),)
+    missed = math.sqrt(max(float(before.spread.noise) ** 2 - _LIKELY_NOISE**2, 0.0))  # of a program
     # This machine as a whole, and each stage: what was learnt before and how it differs here. Of several none is meant: another
     # is as far from what they have in common as each of them.
     others = np.concatenate([learnt, np.eye(len(STAGES))], axis=1)
     several = machines.shape[1] > 1
     ours = np.zeros((1, machines.shape[1])) if several else machines[-1:]
     now = np.block([[ours, np.zeros((1, others.shape[1]))], [np.zeros((len(STAGES), ours.shape[1])), others]])
+    now = np.pad(now, ((0, 0), (0, programs.shape[1])))  # what is missed of these programs says nothing of others
 
     logs, scales = np.zeros(len(STAGES)), None
     for _ in range(_ITERATIONS):
@@ -205,15 +212,18 @@ def _fit_base(
             Block(machines, (machine,), machine),
             Block(elasticity @ learnt, (1.0,), 1.0),  # as sure as it was
             Block(elasticity, _STAGE_SCALES if enough else (_LIKELY_STAGE,), _LIKELY_STAGE),
+            Block(programs, _PROGRAMS if enough else (missed,), _LIKELY_PROGRAM),
         )
-        scales = scales or choose_scales(blocks, noises, _LIKELY_NOISE, left)[1]
+        scales = scales or choose_scales(blocks, _NOISES if enough else (_LIKELY_NOISE,), _LIKELY_NOISE, left)[1]
         posterior = condition(blocks, left, scales)
         mean, root = now @ posterior.mean, now @ posterior.root
         logs = logs + np.clip(mean[1:] - logs, -_LONGEST, _LONGEST)
     assert scales is not None
     covariance = root @ root.T + 1e-12 * np.eye(len(root))
-    covariance[0, 0] += machine**2 * several
-    spread = Spread(np.linalg.cholesky(covariance).astype(np.float32), np.float32(scales.noise), before.spread.factor)
+    if several:
+        covariance[0, 0] += machine_scale([m.hardware for m in measured], None, taught=True) ** 2
+    noise = math.hypot(scales.blocks[-1], scales.noise)
+    spread = Spread(np.linalg.cholesky(covariance).astype(np.float32), np.float32(noise), before.spread.factor)
     coefficients = (before.coefficients * np.exp(logs + mean[0])).astype(np.float32)
     return coefficients, spread, *leave_out(blocks, left, scales, groups)
 
@@ -222,7 +232,7 @@ def _train_in_folds(
     key: jax.Array, network: Network, graph: jraph.GraphsTuple, wanted: np.ndarray, groups: Sequence[Hashable]
 ) -> tuple[Network, np.ndarray]:
     """The network trained on everything, and what networks said that were not trained on a measurement, [n]."""
-    numbers = _numbered(groups)
+    numbers = number(groups)
     fold = np.asarray(jax.random.permutation(key, max(numbers) + 1))[numbers] % _FOLDS
     included = np.stack([*(fold != k for k in range(_FOLDS)), np.full(len(wanted), True)])
     padding = graph.nodes.features.shape[-1] - len(wanted)
@@ -266,15 +276,9 @@ def choose_shrinkage(wanted: np.ndarray, said: np.ndarray, errors: np.ndarray, g
         return 0.0
     factor = float(np.clip(np.sum(wanted * said) / power, 0.0, 1.0))
     gain = errors**2 - (wanted - factor * said) ** 2
-    numbers = _numbered(groups)
+    numbers = number(groups)
     gains = np.bincount(numbers, gain) / np.bincount(numbers)
     return factor if np.mean(gains) > 2.0 * np.std(gains) / math.sqrt(len(gains)) else 0.0
-
-
-def _numbered(groups: Sequence[Hashable]) -> np.ndarray:
-    """[n] the number of each one's group."""
-    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    return np.array([numbers[group] for group in groups])
 
 
 def _machines(measurements: Sequence[Measurement]) -> np.ndarray:

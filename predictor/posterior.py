@@ -8,7 +8,7 @@ Everything is NumPy in float64: there are tens to hundreds of measurements.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -116,17 +116,33 @@ def leave_out(
     return errors, deviations
 
 
-def conformal_factor(errors: np.ndarray, deviations: np.ndarray, coverage: float = 0.9, fallback: float = 1.645) -> float:
+def conformal_factor(
+    errors: np.ndarray,
+    deviations: np.ndarray,
+    groups: Sequence[Hashable] | None = None,
+    coverage: float = 0.9,
+    fallback: float = 1.645,
+) -> float:
     """How many standard deviations an interval reaches to each side to hold ``coverage`` of what is measured next.
 
     The quantile of scores of held-out measurements, a little further for there being few (Vovk et al., 2005; normalised scores:
-    Lei et al., 2018). Of so few that no finite one is sure, the largest score or ``fallback``, whichever is more.
+    Lei et al., 2018). Those of a group are near or far together, and so weigh as much as one (by default each is its own). Of so
+    few groups that no finite factor is sure, the largest score or ``fallback``, whichever is more.
     """
-    scores = np.sort(np.abs(errors) / deviations)
-    rank = int(np.ceil((len(scores) + 1) * coverage))
-    if rank > len(scores):
+    scores = np.abs(errors) / deviations
+    numbers = number(groups if groups is not None else range(len(scores)))
+    rank = int(np.ceil((len(set(numbers)) + 1) * coverage))
+    if rank > len(set(numbers)):
         return float(min(max(fallback, *scores), _WIDEST)) if len(scores) else fallback
-    return float(min(scores[rank - 1], _WIDEST))
+    order = np.argsort(scores)
+    reached = np.cumsum(1.0 / np.bincount(numbers)[numbers][order])  # groups
+    return float(min(scores[order][np.searchsorted(reached, rank - 1e-9)], _WIDEST))
+
+
+def number(groups: Iterable[Hashable]) -> np.ndarray:
+    """[n] int, the number of each one's group, by when it first comes."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(group, len(numbers)) for group in groups], int)
 
 
 def local_level(differences: np.ndarray, deviations: np.ndarray, *, start: float, prior: float, drift: float) -> float:

@@ -23,7 +23,7 @@ from predictor import artifact, calibrate, model, pretrain
 from predictor.analytic import STAGES, Rates, Value, hardware_rates, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
 from predictor.compiler import IN_ORDER
-from predictor.fit import Fit, FitReport, Spread, fit, linearise, machine_scale, untaught
+from predictor.fit import Fit, FitReport, Spread, fit, linearise, machine_scale, untaught, usable
 from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, make_graph
 from predictor.memory import device_bytes, host_bytes
 from predictor.model import Network
@@ -191,8 +191,8 @@ class RuntimePredictor:
 
         What this predictor knows already is kept as far as they do not say otherwise, so that they should be new to it: other
         machines first, then this one, then the work at hand. Those that ended well teach seconds, those that ran out of memory
-        what does not fit. Others teach nothing. ``train``: the graph network, too, which takes most of the time; otherwise it
-        stays as it is.
+        what does not fit, and any how long it took to compile and warm up. ``train``: the graph network, too, which takes most of
+        the time; otherwise it stays as it is.
         """
         if not measurements:
             return self
@@ -203,14 +203,16 @@ class RuntimePredictor:
         key = jax.random.key(0) if key is None else key
         fitted = fit(key, measurements, before, meant=self.about, taught=bool(self.machines), train=train)
         params = Params(*fitted[:-1], self.params.offsets)
-        measured = dict.fromkeys(m.hardware.id for m in measurements)
-        machines = tuple(dict.fromkeys([*self.machines, *measured]))
-        about = next(iter(measured)) if len(measured) == 1 else None
-        model = RuntimePredictor(params, fitted.report, machines, about).calibrate(measurements)
-        # The fit has told already how fast the machine is.
-        return model._with_offsets(log_seconds=0.0)
+        # Only of those that told seconds is it known how fast they are.
+        measured = tuple(dict.fromkeys(m.hardware.id for m in usable(measurements)))
+        about = (measured[0] if len(measured) == 1 else None) if measured else self.about
+        model = RuntimePredictor(params, fitted.report, tuple(dict.fromkeys([*self.machines, *measured])), about)
+        ids = dict.fromkeys(m.hardware.id for m in measurements)
+        calibrated = [model.calibrate([m for m in measurements if m.hardware.id == one]).params.offsets for one in ids]
+        # The fit has told already how fast machines are.
+        return model._with_offsets(**calibrate.middle(calibrated)._replace(log_seconds=np.float32(0.0))._asdict())
 
-    def _with_offsets(self, **values: float) -> RuntimePredictor:
+    def _with_offsets(self, **values: Value) -> RuntimePredictor:
         offsets = self.params.offsets._replace(**{name: np.float32(value) for name, value in values.items()})
         return dataclasses.replace(self, params=self.params._replace(offsets=offsets))
 
@@ -255,7 +257,7 @@ class RuntimePredictor:
             compile_seconds=compiling,
             warmup_seconds=warming,
             peak_bytes=peak,
-            cpu_use=min(cpu, float(hardware.cores)),
+            cpu_use=min(cpu, float(workload.cores), float(hardware.cores)),
             batch_staleness=estimates["batch_staleness"] if workload.sebulba else None,
         )
 
@@ -303,8 +305,11 @@ class RuntimePredictor:
         if meta.get("schema") != schema_hash():
             raise artifact.ArtifactError(f"{directory}: saved with other stages or quantities, by another version")
         report = meta.get("report")
-        fitted = None if report is None else FitReport(**report)
-        return cls(params, fitted, tuple(meta.get("machines", ())), meta.get("about"))
+        try:
+            fitted = None if report is None else FitReport(**report)
+            return cls(params, fitted, tuple(meta.get("machines", ())), meta.get("about"))
+        except TypeError as error:
+            raise artifact.ArtifactError(f"{directory}: not a saved predictor: {error}") from error
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import hashlib
 import json
-import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+_MOST = sys.float_info.max  # of any number
 SCHEMA = 6  # of what is stored: another number is another version's, and is not read
 
 
@@ -48,7 +49,9 @@ class _Record:
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> typing.Self:
-        """The inverse of :meth:`to_dict`. Raises SchemaError on missing or unknown fields and wrong types."""
+        """The inverse of :meth:`to_dict`. Raises SchemaError on missing or unknown fields, wrong types, impossible numbers."""
+        if not isinstance(tree, Mapping):
+            raise SchemaError(f"{cls.__name__} = {tree!r:.100}: must have fields by name")
         hints = typing.get_type_hints(cls)
         fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         missing = [
@@ -68,7 +71,9 @@ def _read(path: str, value: Any, kind: Any) -> Any:
     allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     for item in allowed:
         origin = typing.get_origin(item) or item
-        if origin is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value <= _MOST:
+            raise SchemaError(f"{path} = {value!r:.100}: must be a finite number, and not negative")
+        if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if origin is tuple and isinstance(value, list | tuple):
             inner = typing.get_args(item)[0]
@@ -106,6 +111,15 @@ class Hardware(_Record):
     # Of one element, on one core and in its cache, that is written in bfloat16 for float32: one instruction where a processor has
     # it, several where not. 0: nothing, or not measured (before 2026-11-29).
     narrowing_seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> typing.Self:
+        """As of any record. A machine without cores, memory or speed is none."""
+        found = super().from_dict(tree)
+        missing = [name for name, value in vars(found).items() if value == 0 and name != "narrowing_seconds"]
+        if missing:
+            raise SchemaError(f"Hardware.{missing[0]} = 0: must be more than that")
+        return found
 
     @property
     def on_host(self) -> bool:

@@ -7,6 +7,7 @@ of its file, which readers leave out; any other line that cannot be read is an e
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -56,7 +57,8 @@ class Store:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of all writers, oldest first. Raises StoreError with path and line number of one that is corrupt."""
         try:
-            paths = sorted(self.directory.glob("*.jsonl"))
+            names = sorted(os.listdir(self.directory))  # not glob, to which a folder that may not be listed is an empty one
+            paths = [self.directory / name for name in names if name.endswith(".jsonl")]
             texts = [path.read_bytes() for path in paths]
         except OSError as error:
             raise StoreError(f"{error.filename}: {error.strerror}") from error
@@ -92,6 +94,9 @@ def _parse(path: Path, text: bytes) -> Iterable[tuple[float, dict[str, Any]]]:
     for number, line in enumerate(text.split(b"\n")[:-1], start=1):
         try:
             entry = json.loads(line)
-            yield float(entry["time"]), dict(entry["row"])
-        except (ValueError, KeyError, TypeError) as error:
+            time, row = float(entry["time"]), dict(entry["row"])
+            if not math.isfinite(time):
+                raise ValueError("no time")
+            yield time, row
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise StoreError(f"{path}:{number}: not a row: {line[:80]!r}") from error

@@ -209,7 +209,7 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from predictor import RuntimePredictor
+    from predictor import RuntimePredictor, usable
     from tuner.bridge import allocation_checked, concrete, enable_cache
     from tuner.fingerprint import fingerprint
     from tuner.history import HISTORY, shared_measurements
@@ -224,10 +224,11 @@ def _predict(args: argparse.Namespace) -> int:
     history = shared_measurements(hardware.id, _say)
     enable_cache()
     model = RuntimePredictor.pretrained().fit(history[-HISTORY:])
-    if not history:
+    used = len(usable(history[-HISTORY:]))
+    if not used:
         print("no measurement of this machine yet: muzerox measure makes one, and predictions better", file=sys.stderr)
     figures = _figures(model.predict(workload, hardware)) | whole_training(model, config, hardware)
-    _print_figures(f"muzerox predict: {config.env}, from {len(history)} measurements", config, figures, {}, as_json=args.json)
+    _print_figures(f"muzerox predict: {config.env}, from {used} measurements", config, figures, {}, as_json=args.json)
     return 0
 
 

@@ -196,14 +196,17 @@ def share(measurement: Measurement, store: Store) -> None:
 
 
 def shared_measurements(hardware_id: str, say: Callable[[str], None]) -> list[Measurement]:
-    """Every measurement of this kind of machine; those of other versions are left out, and ``say`` is told so.
+    """Every measurement of this kind of machine; others, and those of other versions, are left out, and ``say`` is told so.
 
     Raises:
-      UserError: a damaged store.
+      UserError: a store that is damaged or may not be read.
     """
     folder = home() / "measurements" / hardware_id
-    if not folder.exists():
-        return []
+    try:
+        if not folder.exists():
+            return []
+    except OSError as error:
+        raise UserError("MUZEROX_HOME", str(home()), f"cannot be read: {error.strerror}") from None
     found, others = [], 0
     try:
         for row in Store(folder).rows():
@@ -215,4 +218,7 @@ def shared_measurements(hardware_id: str, say: Callable[[str], None]) -> list[Me
         raise UserError(str(folder), None, f"{error}; move it away to start with an empty history") from None
     if others:
         say(f"{others} measurements in {folder} are another version's and are left out")
-    return found
+    here = [measurement for measurement in found if measurement.hardware.id == hardware_id]
+    if len(here) < len(found):
+        say(f"{len(found) - len(here)} measurements in {folder} are another machine's and are left out")
+    return here

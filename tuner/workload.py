@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from predictor import Hardware, RuntimePredictor, Workload
+from predictor import Hardware, Outcome, RuntimePredictor, Workload
 from tuner.bridge import (
     ENGINES,
     GIB,
@@ -83,16 +83,21 @@ def describe(config: Config) -> Workload:
 def whole_training(predictor: RuntimePredictor, config: Config, hardware: Hardware) -> dict[str, Any]:
     """What a concrete configuration is predicted to take to its last step, searches that deepen on the way included.
 
-    Returns ``training_seconds``, without compiling, evaluating and saving, ``peak_bytes``, which the deepest searches take, and
-    where they deepen ``seconds_per_env_step_by_simulations``. Raises as :func:`describe` does.
+    Returns ``training_seconds``, without compiling, evaluating and saving, ``peak_bytes`` and ``device_peak_bytes``, which the
+    deepest searches take, ``outcome`` and ``error`` of the first that do not fit, and where searches deepen
+    ``seconds_per_env_step_by_simulations``. Raises as :func:`describe` does.
     """
     begins, simulations = zip(*config.deepenings, strict=True)
     steps = [end - begin for begin, end in itertools.pairwise([*begins, config.train.max_env_steps])]
     predicted = [predictor.predict(describe(config.searching(count)), hardware) for count in simulations]
     seconds = [one.seconds_per_env_step for one in predicted]
+    short = next((one for one in predicted if one.outcome != Outcome.OK), predicted[0])
     told = {
         "training_seconds": sum(map(operator.mul, steps, seconds)),
         "peak_bytes": max(one.peak_bytes for one in predicted),
+        "device_peak_bytes": max((one.device_peak_bytes for one in predicted if one.device_peak_bytes is not None), default=None),
+        "outcome": short.outcome,
+        "error": short.error,
     }
     return told | (
         {"seconds_per_env_step_by_simulations": dict(zip(simulations, seconds, strict=True))} if len(steps) > 1 else {}

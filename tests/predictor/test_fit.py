@@ -338,6 +338,13 @@ def test_a_damaged_predictor_is_one_line(tmp_path: Path) -> None:
     assert "not a saved predictor" in message()
     meta.write_text(json.dumps({**json.loads(text), "schema": "another"}))
     assert "another version" in message()
+    for damaged in (
+        "[]",
+        json.dumps({**json.loads(text), "machines": None}),
+        json.dumps({**json.loads(text), "report": {"x": 1}}),
+    ):
+        meta.write_text(damaged)
+        assert "model" in message()
     meta.write_text(text)
     arrays = tmp_path / "model" / "arrays.npz"
     whole = arrays.read_bytes()

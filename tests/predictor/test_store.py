@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor import Measurement, OtherVersion, Outcome, SchemaError, Store, StoreError, Workload
+from predictor import Hardware, Measurement, OtherVersion, Outcome, SchemaError, Store, StoreError, Workload
 from predictor.schema import SCHEMA
 
 ROWS = st.lists(
@@ -64,7 +64,13 @@ def test_a_corrupt_line_is_named(tmp_path: Path) -> None:
     store.close()
     (file,) = tmp_path.iterdir()
     lines = file.read_bytes().split(b"\n")
-    for bad in (b"{", b"[]", b'{"time": 1}', b'{"time": "x", "row": {}}', b'{"time": 1, "row": 3}', b"\xff", b""):
+    times = (
+        b'{"time": 1}',
+        b'{"time": "x", "row": {}}',
+        b'{"time": NaN, "row": {}}',
+        b'{"time": 1' + b"0" * 400 + b', "row": {}}',
+    )
+    for bad in (b"{", b"[]", *times, b'{"time": 1, "row": 3}', b"\xff", b"", b"[" * 100_000):
         file.write_bytes(b"\n".join([lines[0], bad, *lines[2:]]))
         with pytest.raises(StoreError) as error:
             store.rows()
@@ -134,6 +140,35 @@ def test_rows_of_threads_come_back_whole(make_threaded: Callable[..., Workload],
     assert Measurement.from_dict(json.loads(json.dumps(run.to_dict()))) == run
     with pytest.raises(SchemaError, match=r"Measurement\.waits\.batch_get = 'long'"):
         Measurement.from_dict({**run.to_dict(), "waits": {"batch_get": "long"}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("seconds_per_env_step", -1e-4, "must be a finite number, and not negative"),
+        ("wall_seconds", 10**400, "must be a finite number"),
+        ("cpu_use", float("nan"), "must be a finite number"),
+        ("hardware", None, "must be"),
+    ],
+)
+def test_impossible_numbers_are_refused(
+    make_workload: Callable[..., Workload], measure: Callable[..., Measurement], field: str, value: object, message: str
+) -> None:
+    with pytest.raises(SchemaError, match=rf"Measurement\.{field} = .*{message}") as error:
+        Measurement.from_dict({**measure(make_workload(), 1e-4).to_dict(), field: value})
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("cores", 0), ("float32_flops", 0.0), ("operation_seconds", -1.0), ("cores", 10**400)]
+)
+def test_a_machine_without_cores_or_speed_is_refused(hardware: Hardware, field: str, value: float) -> None:
+    assert Hardware.from_dict({**hardware.to_dict(), "narrowing_seconds": 0.0}) == hardware
+    with pytest.raises(SchemaError, match=rf"Hardware\.{field} = "):
+        Hardware.from_dict({**hardware.to_dict(), field: value})
+    with pytest.raises(SchemaError, match="must have fields by name"):
+        Hardware.from_dict(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("version", [None, 1, SCHEMA - 1, SCHEMA + 1, "x"])

@@ -325,6 +325,10 @@ def test_measurements_of_other_versions_are_set_apart(
     assert len(said) == 1
     assert "2 measurements in" in said[0]
     assert "another version" in said[0]
+    store.append({**run.to_dict(), "hardware": dataclasses.replace(machine, cpu="a colleague's").to_dict()})
+    assert shared_measurements(machine.id, said.append) == [run]
+    assert "1 measurements in" in said[-1]
+    assert "another machine" in said[-1]
 
 
 def test_a_tuning_of_another_version_is_refused_in_one_line(tuned: tuner.TuneResult, tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from muzerox.algorithms import make_algorithm
 from muzerox.runtimes.sebulba import ring
 from muzerox.search.selection import gumbel_rounds
 from muzerox.selfplay import EpisodeStats, init_actors, make_act
-from predictor import Hardware, Workload
+from predictor import Hardware, Outcome, RuntimePredictor, Workload
 from predictor.analytic import halving_rounds, row_bytes
 from predictor.overlap import shared_devices
 from tuner.bridge import concrete, environment
 from tuner.resources import devices_of
-from tuner.workload import describe
+from tuner.workload import describe, whole_training
 
 
 @pytest.mark.parametrize("num_simulations", [2, 4, 8, 16, 32, 50, 64, 128])
@@ -73,6 +73,17 @@ def test_a_share_of_an_accelerators_memory_is_told() -> None:
     config = concrete(Config.preset("gymnax:CartPole-v1"), "gpu")
     assert describe(config).device_share == 1.0
     assert describe(config.replace("allocation.device_memory", 0.25)).device_share == 0.25
+
+
+def test_a_training_does_not_fit_where_its_deepest_searches_do_not(machine: Hardware) -> None:
+    changes = {"search.num_simulations": 4, "search.final_simulations": 512, "runtime.num_envs": 2048}
+    config, plain = concrete(Config.preset("gymnax:CartPole-v1").replace(changes), "cpu"), RuntimePredictor()
+    first, deepest = (plain.predict(describe(config.searching(count)), machine).peak_bytes for count in (4, 512))
+    for limit, outcome in (((first + deepest) / 2.0, Outcome.OUT_OF_MEMORY), (1.1 * deepest, Outcome.OK)):
+        kept = config.replace("allocation.memory_gib", limit / 2**30)
+        assert plain.predict(describe(kept), machine).outcome is Outcome.OK
+        told = whole_training(plain, kept, machine)
+        assert (told["outcome"], told["error"] is None) == (outcome, outcome is Outcome.OK)
 
 
 def test_roles_share_devices_by_the_rule_that_allocates_them(machine: Hardware, workload: Workload) -> None:
