@@ -1,7 +1,5 @@
 """``python -m muzerox``: the ``muzerox`` command."""
 
-import sys
+from muzerox.cli import command
 
-from muzerox.cli import main
-
-sys.exit(main())
+command()

@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from muzerox.algorithms import make_algorithm
+from muzerox.allocation import running_out
 from muzerox.checkpoint import Checkpoints
 from muzerox.compilation import compiler_options, enable_cache
 from muzerox.config import Config
 from muzerox.envs import make_env
 from muzerox.errors import UserError
-from muzerox.evaluate import Evaluation, make_episodes, make_host_episodes, summarise
+from muzerox.evaluate import Evaluation, evaluated, make_episodes, make_host_episodes, summarise
 from muzerox.opponents import OPPONENTS, Opponent, make_opponent
 from muzerox.run_dir import RunDir
 from muzerox.types import Algorithm, Environment, EnvSpec, HostEnvironment, Params
 
 OPENING_MOVES = 2  # at random, in games between two agents
+_FEWER = "play fewer episodes at once"
 
 
 class Agent:
@@ -125,17 +127,21 @@ def evaluate_run(
       CheckpointError: not a run, no checkpoint, or a corrupt one.
       ConfigError: unknown precision level.
       UserError: an opponent that the environment does not have.
+      RunFailed: a simulator that fails, or a device that runs out of memory.
     """
     enable_cache()
     agent = Agent.load(path, precision=precision)
     against_run = opponent not in OPPONENTS and os.path.isdir(opponent)  # not Path's, which raises where a name is too long
     other = _agent_as_opponent(opponent, agent.spec) if against_run else make_opponent(opponent, agent.spec)
     if isinstance(agent.env, HostEnvironment):
-        return summarise(agent.env, make_host_episodes(agent.env, agent.algorithm, episodes)(jax.random.key(seed), agent.params))
+        play_on_host = make_host_episodes(evaluated(agent.config, agent.env), agent.algorithm, episodes)
+        with running_out(_FEWER):
+            return summarise(agent.env, play_on_host(jax.random.key(seed), agent.params))
     random_moves = OPENING_MOVES if against_run else 0
     episodes_of = make_episodes(agent.env, agent.algorithm, episodes, opponent=other, random_moves=random_moves)
     play = jax.jit(episodes_of, compiler_options=compiler_options())
-    return summarise(agent.env, play(jax.random.key(seed), agent.params))
+    with running_out(_FEWER):
+        return summarise(agent.env, play(jax.random.key(seed), agent.params))
 
 
 def _agent_as_opponent(path: str, spec: EnvSpec) -> Opponent:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from muzerox import usage
 from muzerox.config import AllocationConfig
-from muzerox.errors import ConfigError
+from muzerox.errors import ConfigError, RunFailed
 
 GIB = 2**30
 _WATCH_SECONDS = 0.05
@@ -165,6 +165,20 @@ def resident_memory() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:
         return 0
+
+
+@contextlib.contextmanager
+def running_out(advice: str) -> Iterator[None]:
+    """Turns a device that runs out of memory into a RunFailed of one line, which ends with ``advice``."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        why = str(error).splitlines()[0][:120]
+        raise RunFailed(f"{jax.devices()[0].device_kind} is out of memory ({why}); {advice}") from error
 
 
 def _before_jax(field: str, value: float, variable: str, text: str) -> None:

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from muzerox import config_io
 from muzerox.commands import Command, make_parser
@@ -232,3 +232,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0  # whoever read our output has seen enough
+
+
+def command() -> NoReturn:
+    """The installed command: runs a command line and leaves with its exit code."""
+    code = main()
+    compilation = sys.modules.get("muzerox.compilation")  # not there where nothing was compiled
+    if compilation is not None:
+        compilation.leave(code)
+    sys.exit(code)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -24,6 +25,9 @@ _GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
     "xla_gpu_graph_min_graph_size": 1,
 }
+
+
+_compiling: set[Future[Any]] = set()  # what compiles beside other work, and has not ended
 
 
 def home() -> Path:
@@ -107,5 +111,20 @@ def compile_beside(function: Any, *args: Any) -> Callable[[], Any]:
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
     future: Future[Any] = executor.submit(lambda: function.lower(*args).compile())
+    _compiling.add(future)
+    future.add_done_callback(_compiling.discard)
     executor.shutdown(wait=False)
     return future.result
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with an exit code; at once where a program is still compiling, which Python would wait for, for minutes.
+
+    Nothing that is registered to run at exit runs then: whoever calls this has closed what is to be closed.
+    """
+    if _compiling:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)

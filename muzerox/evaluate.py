@@ -220,6 +220,14 @@ def solved(config: Config, evaluation: Evaluation | None) -> bool:
     return target is not None and evaluation is not None and evaluation.mean_return >= target
 
 
+def evaluated(config: Config, env: HostEnvironment) -> HostEnvironment:
+    """The environment with its evaluations where ``runtime.step_in`` says: one that hangs or dies in a process ends only that."""
+    if config.runtime.step_in != "process":
+        return env
+    make = functools.partial(in_process, config.env, timeout=config.runtime.step_timeout, evaluation=True)
+    return env._replace(make_evaluation=make)
+
+
 def make_evaluate(
     config: Config, env: Environment | HostEnvironment, algorithm: Algorithm
 ) -> Callable[[int, Params, Callable[[], bool]], Evaluation]:
@@ -234,10 +242,7 @@ def make_evaluate(
     device = jax.devices()[0]
     root = jax.random.fold_in(jax.random.key(config.seed), 2)
     if isinstance(env, HostEnvironment):
-        if config.runtime.step_in == "process":
-            make = functools.partial(in_process, config.env, timeout=config.runtime.step_timeout, evaluation=True)
-            env = env._replace(make_evaluation=make)
-        play_on_host = make_host_episodes(env, algorithm, config.train.eval_episodes)
+        play_on_host = make_host_episodes(evaluated(config, env), algorithm, config.train.eval_episodes)
     else:
         jitted = jax.jit(make_episodes(env, algorithm, config.train.eval_episodes), compiler_options=compiler_options())
         compiled = compile_beside(jitted, root, jax.eval_shape(algorithm.init, root))

@@ -1,7 +1,8 @@
 """Mixed-precision policies by level, and loss scaling.
 
 A policy says in which dtype matrices are multiplied, in which the copies for acting are kept, and in which a search
-tree stores hidden states. Parameters of the learner, search statistics, targets and losses are float32 at every level.
+tree stores hidden states. Parameters of the learner, search statistics, targets and losses are float32 at every level. Products
+of O0 keep all bits of float32 on GPU and TPU, too, where JAX by default does not.
 
 Micikevicius et al., Mixed Precision Training (arXiv:1710.03740); the level names follow NVIDIA Apex.
 """

@@ -151,7 +151,7 @@ class _Session:
             contextlib.closing(self),
             self.run.lock(),
             _stop_signals(lambda: self.runtime.interrupt()) as stopped,
-            _out_of_memory(),
+            allocation.running_out("lower train.batch_size, runtime.num_envs, search.num_simulations or replay.capacity"),
         ):
             with self.clock.phase("restore"):
                 checkpoints = Checkpoints(self.run.checkpoints, writable=True)
@@ -318,9 +318,9 @@ class _Session:
             peak_memory_gib=round(usage.peak_bytes() / 2**30, 3) or None,
             pipeline=totals.result(),
         )
-        draw_return_curve(self.run, self.config)  # stopped by a signal too: it may never go on
         if finished:
             write_atomically(self.run.result_file, json.dumps(result.to_dict(), indent=1) + "\n")
+        draw_return_curve(self.run, self.config)  # stopped by a signal too: it may never go on
         return result
 
 
@@ -342,20 +342,6 @@ def _check_progress(config: Config, skips: Skips) -> None:
             f"training diverged: not one of {skips.longest} updates in a row had finite gradients; "
             f"lower {scale}train.learning_rate, or raise precision.level's range with O1 or O0"
         )
-
-
-@contextmanager
-def _out_of_memory() -> Iterator[None]:
-    """Turns a device that runs out of memory into a RunFailed of one line."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise RunFailed(
-            f"{jax.devices()[0].device_kind} is out of memory ({str(error).splitlines()[0][:120]}); "
-            "lower train.batch_size, runtime.num_envs, search.num_simulations or replay.capacity"
-        ) from error
 
 
 @contextmanager

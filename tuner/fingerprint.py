@@ -39,7 +39,8 @@ def measure_rates() -> dict[str, Any]:
 
     def flops(dtype: Any) -> float:
         matrix = jnp.full((size, size), 1.0 / size, dtype)  # its own square
-        return 2.0 * size**3 / seconds(jax.jit(lambda a: a @ a), matrix)
+        exact = jax.lax.Precision.HIGHEST  # of float32 all bits, as networks have it, where less is the default
+        return 2.0 * size**3 / seconds(jax.jit(lambda a: jnp.matmul(a, a, precision=exact)), matrix)
 
     # 64 MiB, 1 GiB: beyond the caches. Passes over one buffer: a fresh one would be timed with its page faults.
     array = jnp.zeros(2**24 if facts["platform"] == "cpu" else 2**28, jnp.float32)

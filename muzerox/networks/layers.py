@@ -29,7 +29,12 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), precision=_precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+def _precision(dtype: Any) -> jax.lax.Precision | None:
+    """That of a product's operands: all bits of float32, which GPUs take for TensorFloat32 by default, and TPUs for bfloat16."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 and jax.default_backend() != "cpu" else None
 
 
 def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -169,4 +174,5 @@ def conv_3x3(inputs: int, outputs: int, *, use_bias: bool, dtype: str, rngs: nnx
     XLA's convolutions on CPU, and their gradients above all, are many times slower than its matrix products.
     """
     by_matmul = {"conv_general_dilated": conv_by_matmul} if jax.default_backend() == "cpu" else {}
-    return nnx.Conv(inputs, outputs, (3, 3), strides=stride, use_bias=use_bias, dtype=dtype, rngs=rngs, **by_matmul)
+    options = {"strides": stride, "use_bias": use_bias, "dtype": dtype, "precision": _precision(dtype)}
+    return nnx.Conv(inputs, outputs, (3, 3), rngs=rngs, **options, **by_matmul)

@@ -9,11 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
 import pytest
 
 from muzerox import allocation
 from muzerox.config import AllocationConfig
-from muzerox.errors import ConfigError
+from muzerox.errors import ConfigError, RunFailed
 
 CORES = len(allocation.available_cores())
 
@@ -229,3 +230,13 @@ def test_a_training_runs_on_its_cores(tmp_path: Path, tiny_options: list[str]) -
     command = [sys.executable, "-c", code, "train", *tiny_options, "--out", str(tmp_path / "run"), "--json"]
     done = subprocess.run([*command, "--set", "allocation.cores=1"], capture_output=True, text=True, timeout=300, check=False)
     assert json.loads(done.stderr.splitlines()[-1]) == [0, [1], CORES]
+
+
+def test_a_device_that_runs_out_is_told_in_one_line() -> None:
+    with (
+        pytest.raises(RunFailed, match=r"^cpu is out of memory \(RESOURCE_EXHAUSTED: Out of memory\); play less$"),
+        allocation.running_out("play less"),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nby allocating 1 TiB")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another"), allocation.running_out("play less"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -14,6 +16,30 @@ from toys import counting_env, idle_algorithm, small_config
 from muzerox.compilation import compiler_options
 from muzerox.config import Config
 from muzerox.runtimes import make_runtime
+
+LEAVE = """
+import sys, time
+from muzerox.compilation import compile_beside, leave
+
+class Slow:
+    def lower(self):
+        return self
+
+    def compile(self):
+        time.sleep(float(sys.argv[1]))
+
+wait = compile_beside(Slow())
+if len(sys.argv) > 2:
+    wait()
+print("left")  # not flushed
+leave(3)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["300"], ["0", "wait"]])
+def test_leaving_waits_for_no_compilation(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVE, *arguments], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "left\n", "")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])

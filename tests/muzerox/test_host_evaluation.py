@@ -17,6 +17,7 @@ from tiny_runs import TINY
 from toys import counting_env
 
 from muzerox import Config, evaluate, training
+from muzerox.agent import evaluate_run
 from muzerox.envs import in_process, make_env, on_host
 from muzerox.envs.gymnasium import simulators
 from muzerox.envs.host import host_environment
@@ -306,6 +307,9 @@ def test_a_training_whose_evaluation_fails_is_saved(
     result = training.resume(run.path, quiet=True)
     assert result.finished
     assert (result.updates, result.episodes) == (run.last_saved(), 2)
+    (tmp_path / "orders" / order).touch()
+    with pytest.raises(RunFailed, match=f"^the environment failed in an evaluation: .*{said}$"):
+        evaluate_run(run.path, episodes=2)  # where the run's simulators step
 
 
 def test_a_whole_game_of_atari_by_its_score() -> None:

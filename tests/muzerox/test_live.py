@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tiny_runs import TINY, assert_same, plain, saved_state
@@ -15,6 +16,7 @@ from tiny_runs import TINY, assert_same, plain, saved_state
 from muzerox import Config, live, resume, train
 from muzerox.errors import ConfigError
 from muzerox.live import LiveKnobs
+from muzerox.report import Reporter
 from muzerox.run_dir import RunDir
 
 SETTINGS = TINY | {"replay.capacity": 8192, "train.eval_period": 100_000}
@@ -42,6 +44,26 @@ def test_a_switch_at_a_checkpoint_keeps_every_bit(tmp_path: Path) -> None:
     assert_same(before, after)
     assert int(after.learner.updates) == trained.updates > 10
     assert after.env_steps == before.env_steps >= 512
+
+
+@pytest.mark.parametrize("changes", [{"runtime.role_threads": 1}, {"search.num_simulations": 2, "search.final_simulations": 4}])
+def test_what_a_training_began_with_is_let_go(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where self-play's rows go into a copy of the first ring, on a client of its own or in another pipeline: it may be large."""
+    rows = 2048  # of each environment: nothing else has so many
+    config = Config.preset("gymnasium:CartPole-v1").replace({**SETTINGS, "replay.capacity": 16 * rows, **changes})
+    held: list[int] = []
+    told = Reporter.training
+
+    def count(reporter: Reporter, *args: Any) -> None:
+        rings = [x for x in jax.live_arrays() if rows in x.shape[:2] and not x.is_deleted() and x.devices() <= set(jax.devices())]
+        held.append(len({x.unsafe_buffer_pointer() for x in rings if x.ndim > 2}))
+        told(reporter, *args)
+
+    monkeypatch.setattr(Reporter, "training", count)
+    assert train(config, tmp_path / "run", quiet=True).finished
+    of_one = 3  # observations, those that episodes were cut at, policies
+    assert len(held) > 2
+    assert max(held[1:]) <= (0 if "runtime.role_threads" in changes else of_one)
 
 
 @pytest.mark.slow

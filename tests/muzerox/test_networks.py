@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from toys import random_params, small_config
 
 from muzerox.compilation import ONCE
 from muzerox.errors import ConfigError
 from muzerox.networks import make_model
-from muzerox.networks.layers import conv_by_matmul, product, relu, rows
+from muzerox.networks.layers import conv_3x3, conv_by_matmul, linear, product, relu, rows
 from muzerox.networks.torso import scale_hidden
 from muzerox.precision import POLICIES
 from muzerox.types import EnvSpec
@@ -86,6 +87,24 @@ def test_a_product_sums_in_float32_and_so_does_its_gradient(dtype: str, toleranc
     assert to_x.dtype == to_kernel.dtype == dtype
     for got, want in ((to_x, weight @ kernel.T), (to_kernel, np.einsum("bti,bto->io", x, weight))):
         assert np.abs(np.asarray(got, np.float32) - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "exact"), [("gpu", "float32", True), ("gpu", "bfloat16", False), ("cpu", "float32", False)]
+)
+def test_float32_is_not_rounded_to_less_by_accelerators(
+    backend: str, dtype: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which they do by default: products, convolutions and their gradients."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    layers = [linear(4, 3, dtype=dtype, rngs=nnx.Rngs(0)), conv_3x3(4, 3, use_bias=True, dtype=dtype, rngs=nnx.Rngs(0))]
+    for layer, shape in zip(layers, ((2, 4), (2, 5, 5, 4)), strict=True):
+        graph, params = nnx.split(layer)
+        traced = jax.make_jaxpr(jax.grad(lambda p, x, g=graph: nnx.merge(g, p)(x).astype(jnp.float32).sum(), argnums=(0, 1)))
+        operations = str(traced(params, jnp.ones(shape, dtype)))
+        multiplied = operations.count("dot_general[") + operations.count("conv_general_dilated[")
+        assert multiplied >= 3
+        assert operations.count("HIGHEST") >= multiplied if exact else "HIGHEST" not in operations
 
 
 @pytest.mark.parametrize("size", [(84, 84), (21, 11), (7, 8), (1, 2)])
