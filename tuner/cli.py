@@ -55,7 +55,8 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
         "--staleness-price",
         type=float,
         metavar="SHARE",
-        help="sebulba: share of time that learning from what is a period of the target network older must win (default 0.02)",
+        help="sebulba: share of time that a configuration must save for each target network period that its data are older "
+        "(default 0.02)",
     )
     parser.add_argument(
         "--objective", default="time", metavar="GOAL", help="time (default), cost, energy, or a mix such as time=0.7,cost=0.3"
@@ -237,10 +238,10 @@ PREDICT = Command(
     help="say what a configuration would cost, without running it",
     add_arguments=_predict_arguments,
     run=_predict,
-    description="""The same figures as measure, from the predictor: an analytic base over the machine's measured rates,
-corrected by what was measured here before, and a graph network. With the interval that holds what would be measured nine times in
-ten, with where the time goes, and with the seconds of the whole training, searches that deepen on the way included. The
-configuration is not run.
+    description="""Gives the same figures as measure, without running the configuration. They come from the predictor: an analytic
+base over the machine's measured rates, corrected by what was measured here before and, once it has earned a weight, by a graph
+network. Also shows the interval that holds what would be measured nine times in ten, where the time goes, and the seconds of
+the whole training, searches that deepen on the way included.
 
   muzerox predict --env gymnax:CartPole-v1 --set runtime.num_envs=1024""",
 )
