@@ -19,9 +19,10 @@ import numpy as np
 from predictor import pretrain
 from predictor.analytic import Rates, stack, stack_rates, stages
 from predictor.coefficients import fit_coefficients
-from predictor.fit import apply_network, build_graph, padded, train_network
+from predictor.fit import apply_network, build_graph, padded, program, train_network
 from predictor.model import Network
 from predictor.overlap import bound_weights, total
+from predictor.posterior import number
 from predictor.schema import Measurement, Workload
 
 _TRIES = 12  # of settings, when trees are tuned
@@ -36,6 +37,7 @@ class Table(NamedTuple):
     stage_seconds: np.ndarray  # [n, S]
     knobs: np.ndarray  # [n, F] logarithms of the numbers of workload and machine
     log_seconds: np.ndarray  # [n]
+    programs: np.ndarray  # [n] int, the same for measurements of one program
 
     def rows(self, chosen: np.ndarray) -> Table:
         """Some of the rows."""
@@ -56,6 +58,7 @@ def make_table(measurements: Sequence[Measurement]) -> Table:
         np.asarray(jax.jit(stages)(workload, hardware)),
         np.log2(np.maximum(numbers, 1e-9)),
         np.log([m.seconds_per_env_step or np.nan for m in measurements]),
+        number(map(program, measurements)),
     )
 
 
@@ -102,10 +105,11 @@ def forest(train: Table, test: Table) -> np.ndarray:
     return model.fit(train.knobs, train.log_seconds).predict(test.knobs)
 
 
-def _tuned(make: Callable[[dict[str, Any]], Any], x: np.ndarray, target: np.ndarray) -> Any:
-    """The settings, of some drawn at random, with the least error when a part is held out; fitted to everything."""
+def _tuned(make: Callable[[dict[str, Any]], Any], x: np.ndarray, target: np.ndarray, programs: np.ndarray) -> Any:
+    """The settings, of some drawn at random, with the least error on programs that are held out; fitted to everything."""
     rng = np.random.default_rng(0)
-    fold = rng.permutation(len(target)) % _FOLDS
+    numbers = number(programs)
+    fold = rng.permutation(max(numbers) + 1)[numbers] % _FOLDS
     best: tuple[float, Any] = (np.inf, None)
     for _ in range(_TRIES):
         settings = {
@@ -117,7 +121,7 @@ def _tuned(make: Callable[[dict[str, Any]], Any], x: np.ndarray, target: np.ndar
         }
         errors = [
             np.abs(make(settings).fit(x[fold != k], target[fold != k]).predict(x[fold == k]) - target[fold == k])
-            for k in range(_FOLDS)
+            for k in range(max(fold) + 1)
         ]
         best = min(best, (float(np.mean(np.concatenate(errors))), settings), key=lambda found: found[0])
     return make(best[1]).fit(x, target)
@@ -134,14 +138,14 @@ def _lightgbm(settings: dict[str, Any]) -> Any:
 
 def xgboost(train: Table, test: Table) -> np.ndarray:
     """XGBoost (Chen and Guestrin, 2016), tuned by cross-validation."""
-    return _tuned(_xgboost, train.knobs, train.log_seconds).predict(test.knobs)
+    return _tuned(_xgboost, train.knobs, train.log_seconds, train.programs).predict(test.knobs)
 
 
 def lightgbm(train: Table, test: Table) -> np.ndarray:
     """LightGBM (Ke et al., 2017), tuned by cross-validation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names of features that an array does not have
-        return _tuned(_lightgbm, train.knobs, train.log_seconds).predict(test.knobs)
+        return _tuned(_lightgbm, train.knobs, train.log_seconds, train.programs).predict(test.knobs)
 
 
 def _process(x: np.ndarray, target: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -188,7 +192,7 @@ def base(train: Table, test: Table) -> np.ndarray:
 def base_xgboost(train: Table, test: Table) -> np.ndarray:
     """XGBoost on what the base leaves."""
     fitted, predicted = _base(train, test)
-    return predicted + _tuned(_xgboost, train.knobs, train.log_seconds - fitted).predict(test.knobs)
+    return predicted + _tuned(_xgboost, train.knobs, train.log_seconds - fitted, train.programs).predict(test.knobs)
 
 
 def base_process(train: Table, test: Table) -> np.ndarray:

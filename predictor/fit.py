@@ -145,7 +145,7 @@ def fit(
     said = np.zeros(count) if graph is None else np.asarray(apply_network(before.network, graph))[:count]
     corrected = heard * np.clip(said, -before.limit, before.limit)
     target = np.log([m.seconds_per_env_step or math.nan for m in measured]) - corrected
-    groups = [_program(m) for m in measured]
+    groups = [program(m) for m in measured]
     scale = machine_scale([m.hardware for m in measured], meant, taught)
     coefficients, spread, errors, deviations = _fit_base(target, measured, raw, (workload, hardware), before, scale, groups)
 
@@ -291,7 +291,7 @@ _COUNTED = {f"{part}_{what}": 0.0 for part in ("represent", "dynamics", "predict
 _ALIKE = _COUNTED | {"loop_count": 1.0, "host_step_seconds": 0.0, "memory_bytes": 0.0, "device_share": 1.0}
 
 
-def _program(measurement: Measurement) -> Hashable:
+def program(measurement: Measurement) -> Hashable:
     """What measurements of one compiled program share, on whatever machine: fusing more updates compiles nothing.
 
     What the base gets wrong of a program on one machine it gets wrong on another, and the seconds of a host's step are measured.
