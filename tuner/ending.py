@@ -162,7 +162,9 @@ class Ending:
         if kept is None:
             return None
         kept["out"] = str(task.folder.path)  # it may have been moved since
-        return TuneResult.from_dict(kept, start=task.start, hardware=task.hardware, history=trials)
+        return TuneResult.from_dict(
+            kept, start=task.start, hardware=task.hardware, history=trials, source=task.folder.result_file
+        )
 
     def write(self, result: TuneResult) -> None:
         """``tuned.toml``, the plot and the report. What is finished is in ``result.json`` before: a kill costs no comparison."""

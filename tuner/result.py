@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from predictor import Hardware, Measurement
+from predictor import Hardware, Measurement, SchemaError
+from tuner import plain
 from tuner.bridge import Config, UserError
 from tuner.comparison import speedup_interval
 from tuner.drift import Drift
 from tuner.history import Trial
+
+_RULES = {
+    "out": plain.TEXT,
+    "finished": plain.FLAG,
+    "speedup": plain.optional(plain.POSITIVE),
+    "objective": plain.TEXT,
+    "gain": plain.optional(plain.POSITIVE),
+    "balance_factor": plain.optional(plain.NUMBER),
+    "verdict": plain.optional(plain.TEXT),
+    "seconds": plain.NUMBER,
+    "config": plain.TABLE,
+    "start_measurement": plain.optional(plain.TABLE),
+    "measurement": plain.optional(plain.TABLE),
+    "predicted": plain.TABLE,
+    "drifts": plain.LIST,
+}
+_PREDICTED = {"env_steps_per_second": plain.POSITIVE, "seconds_per_env_step": plain.POSITIVE}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,12 +89,28 @@ class TuneResult:
         }
 
     @classmethod
-    def from_dict(cls, tree: dict[str, Any], *, start: Config, hardware: Hardware, history: Sequence[Trial]) -> TuneResult:
-        """The result of a tuning that had ended, from :meth:`to_dict` and what else its folder holds. Raises UserError."""
+    def from_dict(
+        cls,
+        tree: dict[str, Any],
+        *,
+        start: Config,
+        hardware: Hardware,
+        history: Sequence[Trial],
+        source: str | Path = "result.json",
+    ) -> TuneResult:
+        """The result of a tuning that had ended, from :meth:`to_dict` and what else its folder holds.
+
+        Raises:
+          UserError: it names ``source``, the file that the tree is from.
+        """
         try:
+            plain.check("result", tree, _RULES)
+            plain.check("predicted", tree["predicted"], _PREDICTED)
             measured = [
                 Measurement.from_dict(tree[name]) if tree[name] else None for name in ("start_measurement", "measurement")
             ]
+            if all(measured) != (tree["speedup"] is not None) or len({len(m.repeats) for m in measured if m}) > 1:
+                raise SchemaError("a speedup is what two measurements of as many repeats tell")
             return cls(
                 config=Config.from_dict(tree["config"]),
                 start=start,
@@ -90,8 +125,8 @@ class TuneResult:
                     for name in ("out", "finished", "speedup", "objective", "gain", "predicted", "verdict", "seconds")
                 },
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError("result.json", None, f"is not a result ({error}); delete it to compare again") from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # of a drift that is none, too
+            raise UserError(str(source), None, f"is not a result ({error}); delete it to compare again") from None
 
 
 def parse_budget(text: str | float) -> float:
