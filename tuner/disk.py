@@ -18,3 +18,13 @@ def saving(name: str, folder: Path) -> Iterator[None]:
     except (OSError, StoreError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(name, str(folder), f"cannot be written: {why}") from None
+
+
+def kept(file: Path) -> bytes | None:
+    """What a file holds; None where there is none. Raises UserError where it cannot be read."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(str(file), None, f"cannot be read: {error.strerror}") from None

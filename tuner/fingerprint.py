@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -9,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from predictor import Hardware, SchemaError
+from predictor import Hardware
 from tuner.bridge import compiler_options, device_facts, home, write_atomically
-from tuner.disk import saving
+from tuner.disk import kept, saving
 from tuner.worker_client import Worker, WorkerFailed
 
 _REPEATS = 11
@@ -124,11 +125,10 @@ def fingerprint(*, again: bool = False, say: Callable[[str], None] = _whisper) -
     folder = home() / "hardware"
     key = _cheap_key()
     file = folder / f"{key}.json"
-    if file.exists() and not again:
-        try:
-            return Hardware.from_dict(json.loads(file.read_text("utf-8")))
-        except (SchemaError, ValueError):
-            file.unlink()  # of an older version, or damaged: measured anew
+    text = None if again else kept(file)
+    if text is not None:
+        with contextlib.suppress(ValueError, TypeError):  # of an older version, or damaged: measured anew
+            return Hardware.from_dict(json.loads(text))
     with saving("MUZEROX_HOME", home()):  # what cannot be kept is not measured first
         folder.mkdir(parents=True, exist_ok=True)
     say("measuring the machine, once: a few seconds")

@@ -11,11 +11,30 @@ from pathlib import Path
 from typing import IO, Any
 
 from predictor import Measurement, OtherVersion, SchemaError, Store
+from tuner import plain
 from tuner.bridge import Config, RunDir, UserError, home, load_config, toml, write_atomically
-from tuner.disk import saving
+from tuner.disk import kept, saving
 from tuner.drift import Drift
 
 HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
+
+
+_RULES = {
+    "id": plain.TEXT,
+    "number": plain.COUNT,
+    "role": plain.TEXT,
+    "changes": plain.TABLE,
+    "config": plain.TABLE,
+    "measurement": plain.TABLE,
+    "predicted_uncalibrated": plain.POSITIVE,
+    "predicted_base": plain.POSITIVE,
+    "predicted": plain.POSITIVE,
+    "predicted_use": plain.NUMBERS,
+    "temperature": plain.NUMBER,
+    "elapsed": plain.NUMBER,
+    "balance": plain.optional(plain.NUMBER),
+    "predicted_interval": plain.NUMBERS,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,13 +67,17 @@ class Trial:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> Trial:
-        """The inverse of :meth:`to_dict`. Raises SchemaError."""
+        """The inverse of :meth:`to_dict`. Raises SchemaError, or ConfigError for its configuration."""
         needed = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(cls)}
         wrong = {name for name, must in needed.items() if must and name not in tree} | (set(tree) - set(needed))
         if wrong:
             raise SchemaError(f"Trial: {', '.join(sorted(wrong))} missing or unknown")
+        plain.check("Trial", {"balance": None, "predicted_interval": (), **tree}, _RULES)
+        Config.from_dict(tree["config"])  # raises ConfigError
         tuples: dict[str, Any] = {name: tuple(tree[name]) for name in ("predicted_use", "predicted_interval") if name in tree}
-        values: dict[str, Any] = {**tree, **tuples, "measurement": Measurement.from_dict(tree["measurement"])}
+        measurement = Measurement.from_dict(tree["measurement"])
+        plain.check("Trial.measurement", vars(measurement), {"seconds_per_env_step": plain.optional(plain.POSITIVE)})
+        values: dict[str, Any] = {**tree, **tuples, "measurement": measurement}
         return cls(**values)
 
     @property
@@ -80,7 +103,9 @@ class TuneDir:
 
     def check(self) -> None:
         """Raises UserError when the folder holds something else than a tuning, or cannot be written. Writes nothing."""
-        if not self.start_file.exists():
+        with saving("--out", self.path):
+            begun = self.start_file.exists()
+        if not begun:
             RunDir(self.path).check_new()
 
     def create(self, config: Config) -> None:
@@ -120,18 +145,28 @@ class TuneDir:
         return self._trials
 
     def trials(self) -> list[Trial]:
-        """Every trial so far, in order; of several with a number the last. Raises UserError for a damaged file."""
+        """Every trial so far, in order; of several with a number the last. Raises UserError for a damaged file, or a lost one."""
+        where = str(self.path / "trials")
         try:
             by_number = {trial.number: trial for trial in map(Trial.from_dict, self._store().rows())}
-            return [by_number[number] for number in sorted(by_number)]
         except OtherVersion:
             raise UserError("--out", str(self.path), "holds a tuning by another version; give another --out") from None
         except ValueError as error:  # StoreError and SchemaError are such
-            raise UserError(str(self.path / "trials"), None, str(error)) from None
+            raise UserError(where, None, str(error)) from None
+        lost = next((number for number in range(len(by_number)) if number not in by_number), None)
+        if lost is not None:  # a new one would be counted like one that is there, and take its place
+            raise UserError(where, None, f"trial {lost} of {max(by_number) + 1} is missing; give another --out")
+        if by_number and by_number[0].role != "baseline":
+            raise UserError(where, None, f"trial 0 is {by_number[0].role}, and must be baseline; give another --out")
+        return [by_number[number] for number in range(len(by_number))]
 
     def check_same(self, choices: Mapping[str, Collection[Any]], objective: str) -> None:
         """Raises UserError when its trials moved other knobs than these, to other choices, or it ended with another objective."""
+        env = load_config(self.start_file).env
         for trial in self.trials():
+            if (other := trial.config.get("env")) != env:
+                rule = f"trial {trial.number} is of {other}, not {env}; give another --out"
+                raise UserError(str(self.path / "trials"), None, rule)
             if set(trial.changes) != set(choices):
                 raise UserError("--out", str(self.path), "holds a tuning with other --knobs; give those, or another --out")
             for path, value in trial.changes.items():
@@ -150,19 +185,24 @@ class TuneDir:
 
     def result(self) -> dict[str, Any] | None:
         """What ``save_result`` wrote; None before. Raises UserError when it is damaged."""
-        if not self.result_file.exists():
+        text = kept(self.result_file)
+        if text is None:
             return None
         try:
-            return dict(json.loads(self.result_file.read_text("utf-8")))
-        except (ValueError, TypeError):
-            raise UserError(str(self.result_file), None, "is not a result; delete it to compare again") from None
+            result = json.loads(text)
+        except ValueError:
+            result = None
+        if not isinstance(result, dict):
+            raise UserError(str(self.result_file), None, "is not a result; delete it to compare again")
+        return result
 
     def drifts(self) -> list[Drift]:
         """What is known of precision levels, in the order it was found. Raises UserError for a damaged file."""
-        if not self.drift_file.exists():
+        text = kept(self.drift_file)
+        if text is None:
             return []
         try:
-            return [Drift.from_dict(tree) for tree in json.loads(self.drift_file.read_text("utf-8"))]
+            return [Drift.from_dict(tree) for tree in json.loads(text)]
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise UserError(str(self.drift_file), None, f"is no list of drifts ({error}); delete it to measure again") from None
 

@@ -126,6 +126,8 @@ BAD: list[tuple[list[str], str]] = [
     (["tune", "--max-memory", "nan"], "max_memory = nan"),
     (["tune", "--out", "taken"], "taken"),
     (["tune", "--out", ""], "directory"),
+    (["tune", "--out", "x" * 300], "cannot be written: File name too long"),
+    (["train", "--tune", "10s", "--out", "x" * 252], "cannot be written: File name too long"),  # that of the tuning beside it
     (["tune", "--config", "absent.toml"], "absent.toml"),
     (["tune", "--config", "broken.toml"], "broken.toml"),
     (["measure", "--repeats", "0"], "--repeats = 0"),
