@@ -179,12 +179,18 @@ def make(name: str, **options: Any) -> HostEnvironment:
     Terminated and truncated stay apart; a step that does both counts as terminated.
 
     Raises:
-      EnvironmentUnavailable: its actions are not discrete, its observations no array, or a package it needs is missing.
+      EnvironmentUnavailable: its actions are not discrete, its observations no array, a package it needs is missing, or whatever
+        else does not let it be made.
     """
     from muzerox.envs.host import host_environment
     from muzerox.types import EnvSpec
 
-    env = _make(name, **options)
+    try:
+        env = _make(name, **options)
+    except EnvironmentUnavailable:
+        raise
+    except (Exception, SystemExit) as error:  # a simulator may do anything; what fails later, in a training, is told whole
+        raise EnvironmentUnavailable("env", f"gymnasium:{name}", f"cannot be made: {type(error).__name__}: {error}") from error
     with closing(env.close):
         codec = _codec(env.observation_space)
         actions: Any = env.action_space

@@ -145,6 +145,10 @@ def _missing(**_: Any) -> gymnasium.Env:
     raise ModuleNotFoundError("No module named 'no_such_engine'", name="no_such_engine")
 
 
+def _broken(**_: Any) -> gymnasium.Env:
+    raise ValueError("no map:\n  level 3")
+
+
 def _register(name: str, kind: Any, **kwargs: Any) -> None:
     gymnasium.register(f"{name}-v0", kind, kwargs=kwargs)
 
@@ -159,5 +163,7 @@ _register("Hostile", Hostile)
 _register("HostileReset", Hostile, at_reset=1)
 _register("Stubborn", Hostile, stubborn=True)
 _register("Missing", _missing)
+_register("Broken", _broken)
+_register("Nowhere", "host_simulators:Nowhere")
 _register("Brittle", Brittle)
 _register("Ordered", Ordered, length=7, ends="truncated")

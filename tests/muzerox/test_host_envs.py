@@ -313,6 +313,8 @@ REFUSED = [
     ("gymnasium:host_simulators:A-v0", "the module host_simulators registers no A-v0 with gymnasium"),
     ("gymnasium:host_simulators:Tuple-v0", "its observations are Dict, and must be Box, Discrete or MultiBinary"),
     ("gymnasium:host_simulators:Missing-v0?max_episode_steps=3", "cannot be imported: No module named 'no_such_engine'"),
+    ("gymnasium:host_simulators:Broken-v0", "cannot be made: ValueError: no map: level 3"),
+    ("gymnasium:host_simulators:Nowhere-v0", "cannot be made: AttributeError: module 'host_simulators' has no attribute"),
 ]
 
 
