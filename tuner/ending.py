@@ -49,12 +49,12 @@ class Ending:
         best = min(self._levels.trusted(trials), key=lambda trial: self._proposer.cost(trial.measurement))
         return best if self.value(trials[0]) / self.value(best) >= MIN_GAIN else trials[0]
 
-    def reserved(self, trials: Sequence[Trial]) -> float:
-        """Seconds to keep for comparing the best of ``trials`` with the start."""
-        return self._schedule().reserved([trials[0], *self._finalists(trials)])
+    def reserved(self, trials: Sequence[Trial], budget: float | None = None) -> float:
+        """Seconds to keep for comparing the best of ``trials`` with the start; of another ``budget`` where one is given."""
+        return self._schedule(budget).reserved([trials[0], *self._finalists(trials)])
 
-    def _schedule(self) -> Schedule:
-        return Schedule(self._task.burst, self._task.budget)
+    def _schedule(self, budget: float | None = None) -> Schedule:
+        return Schedule(self._task.burst, self._task.budget if budget is None else budget)
 
     def _finalists(self, trials: Sequence[Trial]) -> list[Trial]:
         trusted, space = self._levels.trusted(trials), self._task.space

@@ -166,9 +166,23 @@ class _Tuning:
 
     def _trials_left(self) -> int:
         """How many more there is time for, about."""
-        own = [trial.measurement for trial in self.trials if trial.role != "shared"]
         seconds = self.task.budget - self.elapsed() - self.ending.reserved(self.trials)
-        return max(0, min(math.floor(seconds / (1.2 * trial_seconds(own))), self.task.max_trials - len(own)))
+        return max(0, min(math.floor(seconds / self._trial_seconds()), self.task.max_trials - len(self._own())))
+
+    def _own(self) -> list[Measurement]:
+        """One of each process measured."""
+        return [trial.measurement for trial in self.trials if trial.role != "shared"]
+
+    def _trial_seconds(self) -> float:
+        """What another trial must have."""
+        return 1.2 * trial_seconds(self._own())
+
+    def _least_budget(self) -> float:
+        """Seconds of a budget that leaves time for another trial. More is kept of a larger one for comparing, up to a bound."""
+        spent, budget = self.elapsed() + self._trial_seconds(), 0.0
+        while (needed := spent + self.ending.reserved(self.trials, budget)) > budget:
+            budget = needed
+        return budget
 
     # Rounds ----------------------------------------------------------------------------------------------------------
 
@@ -192,13 +206,22 @@ class _Tuning:
             self.progress.resume(self.trials)
         self._require_baseline()
         self._learn()
-        number = sum(trial.role != "shared" for trial in self.trials)
-        while (left := self._trials_left()) and self._round(number, left):
-            number += 1
+        number, left = len(self._own()), self._trials_left()
+        while left and self._round(number, left):
+            number, left = number + 1, self._trials_left()
         if (told := self.ending.told(self.trials)) is not None:
-            self.progress.say(f"{self.task.folder.path} has already spent its budget; go on with a larger one")
+            self.progress.say(f"{self.task.folder.path} ends as it did before: {self._why_no_more(left)}")
             return told
         return self.ending.compare(self.trials)
+
+    def _why_no_more(self, left: int) -> str:
+        """Why no other trial was measured, and what would have one measured; ``left``: for how many there was time."""
+        if left:
+            return "nothing that is left to try is expected to gain anything"
+        if len(self._own()) >= self.task.max_trials:
+            return f"{len(self._own())} processes are measured; go on with more --trials"
+        # Another process takes a little longer or shorter until it is here.
+        return f"there is no time for another trial; go on with --budget {10 * math.ceil(self._least_budget() / 10 + 1)}s"
 
     def _baseline(self) -> None:
         self.progress.say("measuring the initial configuration")

@@ -1,0 +1,102 @@
+"""Tunings that are gone on with, from folders as they are left: what is said, what is kept to, what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tuner
+from predictor import Hardware, Measurement, Outcome, RuntimePredictor
+from tuner import loop
+from tuner.bridge import Config, concrete, get
+from tuner.history import Trial, TuneDir
+from tuner.neighbourhood import space_around
+from tuner.result import TuneResult
+from tuner.workload import describe
+
+
+@pytest.fixture
+def ended(tiny: Config, machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuneDir:
+    """A start and another, of whose comparison the start came out; nothing was ever measured."""
+    monkeypatch.setattr(loop, "fingerprint", lambda **_: machine)
+    monkeypatch.setenv("MUZEROX_HOME", str(tmp_path / "home"))
+    start, folder = concrete(tiny, machine.platform), TuneDir(tmp_path / "t")
+    space = space_around(start, "neutral", machine.platform)
+    folder.create(start)
+    for number, role in enumerate(("baseline", "annealed")):
+        config = start.replace("runtime.loop_count", 2**number)
+        measurement = Measurement(
+            hardware=machine,
+            workload=describe(config),
+            outcome=Outcome.OK,
+            seconds_per_env_step=1e-4,
+            env_steps_per_second=1e4,
+            compile_seconds=4.0,
+            warmup_seconds=0.1,
+            peak_bytes=5e8,
+            repeats=(1e-4,) * 9,
+            wall_seconds=10.0,
+        )
+        trial = Trial(
+            number=number,
+            role=role,
+            changes={knob.path: get(config, knob.path) for knob in space.knobs},
+            config=config.to_dict(),
+            measurement=measurement,
+            predicted_uncalibrated=1e-4,
+            predicted_base=1e-4,
+            predicted=1e-4,
+            predicted_use=(1.0, 1.0, 0.0),
+            temperature=1.0,
+            elapsed=20.0 * (number + 1),
+        )
+        folder.append(trial)
+    kept = folder.trials()
+    result = TuneResult(
+        out=str(folder.path),
+        finished=True,
+        start=start,
+        config=start,
+        speedup=1.0,
+        start_measurement=kept[0].measurement,
+        measurement=kept[0].measurement,
+        predicted=RuntimePredictor().predict(describe(start), machine).to_dict(),
+        balance=None,
+        verdict=None,
+        seconds=60.0,
+        hardware=machine,
+        history=tuple(kept),
+    )
+    folder.save_result(result.to_dict())
+    return folder
+
+
+def again(folder: TuneDir, tiny: Config, **options: Any) -> TuneResult:
+    return tuner.tune(tiny, out=folder.path, **options)
+
+
+def test_why_no_more_is_measured_is_said(ended: TuneDir, tiny: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(**options: Any) -> str:
+        assert again(ended, tiny, **options).speedup == 1.0
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if "ends as it did before: " in line)
+        return line.partition(": ")[2]
+
+    assert said(budget="10m", max_trials=2) == "2 processes are measured; go on with more --trials"
+    found = re.fullmatch(r"there is no time for another trial; go on with --budget (\d+)s", said(budget="41s"))
+    assert found is not None
+    enough = float(found[1])
+    assert 41.0 < enough < 200.0
+    left = []
+
+    def look(_: object, __: int, trials: int) -> bool:
+        left.append(trials)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Tuning, "_round", look)
+        assert said(budget=enough) == "nothing that is left to try is expected to gain anything"
+        assert "no time" in said(budget=enough - 40.0)
+    assert left in ([1], [2]), "what was compiled for the first is not for the second"
