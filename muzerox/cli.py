@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from muzerox import config_io
 from muzerox.commands import Command, make_parser
 from muzerox.config import RESUMABLE, Config, paths
 from muzerox.errors import ConfigError, RunFailed, UserError
+from muzerox.streams import discard, flush, refusal, tell
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +80,7 @@ def _train(args: argparse.Namespace) -> int:
         already = not changes and RunDir(args.resume).result() is not None
         result = training.resume(args.resume, changes=changes)
         if already:
-            print(f"{args.resume} has already finished; train on with --set train.max_env_steps=N", file=sys.stderr)
+            tell(f"{args.resume} has already finished; train on with --set train.max_env_steps=N")
     else:
         result = training.train(make_config(args), args.out)
     if args.json:
@@ -88,7 +90,7 @@ def _train(args: argparse.Namespace) -> int:
 
         print_table(f"muzerox train: {result.out}", _train_rows(result))
     if not result.finished:
-        print(f"stopped and saved; continue with: muzerox train --resume {result.out}", file=sys.stderr)
+        tell(f"stopped and saved; continue with: muzerox train --resume {result.out}")
     return 0 if result.finished else 130
 
 
@@ -215,23 +217,41 @@ INFO = Command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
-    args = make_parser().parse_args(argv)
-    # Tracing makes millions of short-lived containers, and imports long-lived ones: look through them less often.
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what its encoding has not ends no command
     try:
+        code = _run(argv)
+        flush()
+    except OSError:
+        refused = refusal(sys.stdout)
+        if refused is None:  # it was not for our output
+            raise
+        discard(sys.stdout)
+        if isinstance(refused, BrokenPipeError):
+            return 0  # whoever read our output has seen enough
+        tell(f"muzerox: stdout cannot be written: {refused.strerror}")
+        return 1
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    command = "muzerox"
+    try:
+        args = make_parser().parse_args(argv)
+        command = f"muzerox {args.command}"
+        # Tracing makes millions of short-lived containers, and imports long-lived ones: look through them less often.
+        gc.freeze()
+        gc.set_threshold(100_000, 50, 50)
         return args.run(args)
     except UserError as error:
-        print(f"muzerox {args.command}: {error}", file=sys.stderr)
+        tell(f"{command}: {error}")
         return 2
     except RunFailed as error:
-        print(f"muzerox {args.command}: {error}", file=sys.stderr)
+        tell(f"{command}: {error}")
         return 1
     except KeyboardInterrupt:  # a training takes the first one itself
-        print(f"muzerox {args.command}: interrupted", file=sys.stderr)
+        tell(f"{command}: interrupted")
         return 130
-    except BrokenPipeError:
-        return 0  # whoever read our output has seen enough
 
 
 def command() -> NoReturn:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from muzerox.errors import nearest_name
+from muzerox.streams import flush, tell
 
 GROUP = "muzerox.commands"
 Run = Callable[[argparse.Namespace], int]
@@ -49,6 +49,11 @@ class Parser(argparse.ArgumentParser):
                 value = message.partition("invalid choice: ")[2].rpartition(" (choose from")[0]
                 message = f"command = {value}: no such command; nearest valid: {nearest_name(value, action.choices)}"
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exits once what was printed, such as help, is written. Raises OSError where it cannot be."""
+        flush()
+        super().exit(status, message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but what is left over is an error here, where the options of the command are known."""
@@ -90,7 +95,7 @@ def load() -> dict[str, Command]:
 
 def _warn(point: importlib.metadata.EntryPoint, why: str) -> None:
     owner = f" of {point.dist.name}" if point.dist else ""
-    print(f"muzerox: left out {point.name} = {point.value}{owner}: {' '.join(why.split())}", file=sys.stderr)
+    tell(f"muzerox: left out {point.name} = {point.value}{owner}: {' '.join(why.split())}")
 
 
 def _extend(command: Command, extension: Extension) -> Command:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from muzerox.config import Config
 from muzerox.run_dir import RunDir
+from muzerox.streams import discard
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -37,7 +38,7 @@ class Reporter:
         self._unwarned = dict(_CLIPPED)
         self._file: IO[str] = open(run.metrics_file, "a", encoding="utf-8")
         self._board = _summary_writer(run.tensorboard)
-        self._console = _console(stderr=True, quiet=quiet)
+        self._console = make_console(stderr=True, quiet=quiet)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -148,9 +149,18 @@ def _summary_writer(folder: Path) -> SummaryWriter:
     return SummaryWriter(str(folder))
 
 
-def _console(**options: Any) -> Console:
+class _Console(Console):
+    """Whose reader may leave: rich would end the process, and with it the work that is told of."""
+
+    def on_broken_pipe(self) -> None:
+        """From now on nothing is printed."""
+        self.quiet = True
+        discard(self.file)
+
+
+def make_console(**options: Any) -> Console:
     """Prints text as it is: a path may hold what rich takes for its markup."""
-    return Console(markup=False, emoji=False, highlight=False, **options)
+    return _Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def draw_return_curve(run: RunDir, config: Config) -> None:
@@ -216,7 +226,7 @@ def pipeline_rows(pipeline: Mapping[str, float]) -> dict[str, str]:
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:
     """Two columns on stdout, as wide as they need."""
-    console = _console()
+    console = make_console()
     console.print(title, style="italic", soft_wrap=True)  # a title of the table's would be as narrow as it is
     table = Table(show_header=False)
     table.add_column(style="bold")

@@ -23,8 +23,9 @@ from muzerox.config_io import parse_assignment
 from muzerox.envs import make_env
 from muzerox.errors import ConfigError, RunFailed, UserError
 from muzerox.lazy import lazy_names
-from muzerox.report import print_table
+from muzerox.report import make_console, print_table
 from muzerox.run_dir import RunDir, write_atomically
+from muzerox.streams import tell
 
 if TYPE_CHECKING:
     from muzerox.algorithms import make_algorithm
@@ -81,6 +82,7 @@ __all__ = [
     "load_config",
     "make_algorithm",
     "make_config",
+    "make_console",
     "make_env",
     "make_model",
     "make_runtime",
@@ -92,6 +94,7 @@ __all__ = [
     "print_table",
     "resolve",
     "resolve_kind",
+    "tell",
     "toml",
     "usage",
     "valid",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +17,7 @@ from tuner.bridge import (
     add_output_arguments,
     make_config,
     print_table,
+    tell,
 )
 
 
@@ -26,10 +26,6 @@ def stay_off_the_accelerator() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 # tune ----------------------------------------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ def _measure(args: argparse.Namespace) -> int:
     hardware = fingerprint()
     served = concrete(config, hardware.platform)
     limits = {"repeats": args.repeats, "timeout": args.timeout}
-    (measurement,) = measure_config(config, hardware=hardware, say=_say, **limits)
+    (measurement,) = measure_config(config, hardware=hardware, say=tell, **limits)
     share(measurement, shared_store(hardware.id))
     _print_figures(f"muzerox measure: {config.env}", served, _figures(measurement), measurement.waits, as_json=args.json)
     return 0 if measurement.outcome == Outcome.OK else 1
@@ -222,12 +218,12 @@ def _predict(args: argparse.Namespace) -> int:
     hardware = fingerprint()
     config = concrete(config, hardware.platform)
     workload = describe(config)
-    history = shared_measurements(hardware.id, _say)
+    history = shared_measurements(hardware.id, tell)
     enable_cache()
     model = RuntimePredictor.pretrained().fit(history[-HISTORY:])
     used = len(usable(history[-HISTORY:]))
     if not used:
-        print("no measurement of this machine yet: muzerox measure makes one, and predictions better", file=sys.stderr)
+        tell("no measurement of this machine yet: muzerox measure makes one, and predictions better")
     figures = _figures(model.predict(workload, hardware)) | whole_training(model, config, hardware)
     _print_figures(f"muzerox predict: {config.env}, from {used} measurements", config, figures, {}, as_json=args.json)
     return 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from predictor import Hardware
-from tuner.bridge import compiler_options, device_facts, home, write_atomically
+from tuner.bridge import compiler_options, device_facts, home, tell, write_atomically
 from tuner.disk import kept, saving
 from tuner.worker_client import Worker, WorkerFailed
 
@@ -109,11 +108,7 @@ def cpu_name(cpuinfo: str) -> str:
     return ", ".join([*filter(None, [first.get("model name")]), *numbers])
 
 
-def _whisper(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def fingerprint(*, again: bool = False, say: Callable[[str], None] = _whisper) -> Hardware:
+def fingerprint(*, again: bool = False, say: Callable[[str], None] = tell) -> Hardware:
     """This machine's Hardware: kept under ``MUZEROX_HOME/hardware`` after the first time, unless ``again``.
 
     ``say`` takes the one line that says it is being measured; by default it goes to stderr.

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from tuner.bridge import make_console
 from tuner.history import Trial
 from tuner.report import moved, trial_line
 
@@ -43,7 +44,7 @@ class Progress:
     """
 
     def __init__(self, budget: float, *, quiet: bool, console: Console | None = None):
-        self._console = console or Console(stderr=True, quiet=quiet)
+        self._console = console or make_console(stderr=True, quiet=quiet)
         self._stack, self._budget = ExitStack(), budget
         self._trials: list[Trial] = []
         self._running: Running | None = None

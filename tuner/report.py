@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from predictor import Hardware, Outcome
-from tuner.bridge import Config, print_table
+from tuner.bridge import Config, make_console, print_table, tell
 from tuner.history import Trial
 
 if TYPE_CHECKING:
@@ -85,8 +83,8 @@ def print_trials(trials: Sequence[Trial]) -> None:
             moved(trial, baseline),
         )
     # Lines that a pipe does not break: a file is wider than a terminal that is not there.
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+    console = make_console()
+    (console if console.is_terminal else make_console(width=160)).print(table)
 
 
 def pipeline_row(config: Config) -> dict[str, str]:
@@ -167,7 +165,7 @@ def print_tuning(result: TuneResult, out: object, *, as_json: bool) -> int:
         print_table(f"muzerox tune: {result.out}", closing_rows(result) | files)
     if result.finished:
         return 0
-    print(f"stopped; the best so far is in {best}; the same command with --out {out} continues", file=sys.stderr)
+    tell(f"stopped; the best so far is in {best}; the same command with --out {out} continues")
     return 130
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner import phases, switches
-from tuner.bridge import Config, ConfigError, RunDir, UserError, allocation_checked, concrete, enable_cache, get
+from tuner.bridge import Config, ConfigError, RunDir, UserError, allocation_checked, concrete, enable_cache, get, tell
 from tuner.child import POLL_SECONDS, STOPPED, Training
 from tuner.corrections import more_memory
 from tuner.goal import Goal
@@ -115,7 +114,7 @@ class _Phases:
     def say(self, text: str) -> None:
         """One line on stderr."""
         if not self.quiet:
-            print(f"phases: {text}", file=sys.stderr, flush=True)
+            tell(f"phases: {text}")
 
     def train(self, arguments: Sequence[str], *, phased: bool) -> tuple[int, str]:
         """Starts the training and follows it to its end. Exit code, and what its last process printed."""

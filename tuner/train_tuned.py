@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner.bridge import Extension, RunDir, RunFailed, UserError, make_config, parse_assignment, print_table
+from tuner.bridge import Extension, RunDir, RunFailed, UserError, make_config, parse_assignment, print_table, tell
 from tuner.cli import stay_off_the_accelerator
 from tuner.switches import Switch
 
@@ -121,7 +120,7 @@ def _resume_in_phases(args: argparse.Namespace) -> int:
 
 def _say_unsaved(how: Any, again: str) -> None:
     if how.code == 130 and not how.said:  # it had not begun, or was told twice: it could not say so itself
-        print(f"stopped before it could save; go on with: muzerox train {again}", file=sys.stderr)
+        tell(f"stopped before it could save; go on with: muzerox train {again}")
 
 
 def _switch_rows(switches: Sequence[Switch]) -> dict[str, str]:

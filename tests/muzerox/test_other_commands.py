@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from muzerox.cli import main
 from muzerox.commands import load
+from muzerox.config import Config
+from muzerox.report import Reporter
+from muzerox.run_dir import RunDir
+from muzerox.streams import tell
 
 OTHER = """
 import signal
 
 from muzerox.commands import Command, Extension
+from muzerox.report import print_table
 
 def _greet(args):
     print(f"hello {args.who}")
@@ -27,6 +37,16 @@ INTERRUPT = Command(
 GREET = Command(
     name="greet", help="greets", description="Greets.", add_arguments=lambda p: p.add_argument("--who", default="you"), run=_greet
 )
+
+def _show(args):
+    print_table("long", {"a": "b" * 100_000})
+    return 5
+
+def _lose(args):
+    raise BrokenPipeError(32, "a worker has ended")
+
+SHOW = Command(name="show", help="shows", description="Shows.", add_arguments=lambda p: None, run=_show)
+LOSE = Command(name="lose", help="loses", description="Loses.", add_arguments=lambda p: None, run=_lose)
 
 def _wrap(run):
     def wrapped(args):
@@ -47,7 +67,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    entries = "".join(f"{n.lower()} = other_commands:{n}\n" for n in ("GREET", "INTERRUPT", "POLITE", "LOUD"))
+    entries = "".join(f"{n.lower()} = other_commands:{n}\n" for n in ("GREET", "INTERRUPT", "SHOW", "LOSE", "POLITE", "LOUD"))
     (info / "entry_points.txt").write_text(f"[muzerox.commands]\n{entries}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_commands", raising=False)
@@ -75,6 +95,63 @@ def test_command_and_extension_of_another(capsys: pytest.CaptureFixture[str]) ->
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["interrupt"]) == 130
     assert capsys.readouterr().err == "muzerox interrupt: interrupted\n"
+
+
+def test_an_interrupt_before_a_command_is_known_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("muzerox.cli.make_parser", lambda: signal.default_int_handler(signal.SIGINT, None))
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "muzerox: interrupted\n"
+
+
+@pytest.fixture
+def unread() -> Iterator[IO[str]]:
+    """What nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream:
+        yield stream
+
+
+@pytest.mark.usefixtures("other")
+@pytest.mark.parametrize("command", [["greet"], ["greet", "--who", "x" * 100_000], ["show"]], ids=" ".join)
+def test_who_has_read_enough_fails_nothing(command: list[str], unread: IO[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert main(command) in (0, 5)
+    unread.flush()  # as Python does at its end
+
+
+@pytest.mark.usefixtures("other")
+def test_a_pipe_of_something_else_that_breaks_is_a_failure() -> None:
+    with pytest.raises(BrokenPipeError):
+        main(["lose"])
+
+
+@pytest.mark.usefixtures("other")
+@pytest.mark.parametrize("command", [["greet"], ["show"], ["train", "--help"]], ids=" ".join)
+def test_a_full_disk_is_one_line(command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(command) == 1
+        full.flush()
+    assert capsys.readouterr().err == "muzerox: stdout cannot be written: No space left on device\n"
+
+
+@pytest.mark.usefixtures("other")
+def test_what_a_terminal_cannot_show_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert main(["greet", "--who", "Zoë…"]) == 5
+    assert shown.getvalue() == b"hello Zo??\n"
+
+
+def test_progress_that_nobody_reads_ends_no_work(unread: IO[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", unread)
+    with Reporter(RunDir(tmp_path), Config(), quiet=False, start=0) as reporter:
+        reporter.say("a line")
+        tell("another")
+        reporter.say("and another")
 
 
 @pytest.mark.usefixtures("other")
