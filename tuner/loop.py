@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,7 @@ def tune(
     folder = TuneDir(out)
     folder.check()
     enable_cache()  # annealer and predictor are programs, too
-    with Progress(seconds, quiet=quiet) as progress, _on_cpu():
+    with _stopped_as_by_ctrl_c(), Progress(seconds, quiet=quiet) as progress, _on_cpu():
         hardware = fingerprint(say=progress.say)
         progress.enter(started_ahead())
         if goal.energy and (why := no_energy(hardware.platform)):
@@ -106,6 +108,19 @@ def tune(
             seed=seed,
         )
         return _Tuning(task, began).run()
+
+
+@contextlib.contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM keeps the best so far, too; where it would end the process: a program that tunes may have a handler of its own."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _on_cpu() -> Any:
@@ -187,7 +202,7 @@ class _Tuning:
     # Rounds ----------------------------------------------------------------------------------------------------------
 
     def run(self) -> TuneResult:
-        """Baseline, rounds, comparison, and the files that tell of them. Ctrl-C keeps the best so far."""
+        """Baseline, rounds, comparison, and the files that tell of them. Ctrl-C and SIGTERM keep the best so far."""
         try:
             result = self._search()
         except KeyboardInterrupt:

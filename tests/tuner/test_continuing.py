@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import tuner
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner import loop
-from tuner.bridge import Config, concrete, get
+from tuner.bridge import Config, concrete, get, load_config
 from tuner.history import Trial, TuneDir
 from tuner.neighbourhood import space_around
 from tuner.result import TuneResult
@@ -100,3 +102,14 @@ def test_why_no_more_is_measured_is_said(ended: TuneDir, tiny: Config, capsys: p
         assert said(budget=enough) == "nothing that is left to try is expected to gain anything"
         assert "no time" in said(budget=enough - 40.0)
     assert left in ([1], [2]), "what was compiled for the first is not for the second"
+
+
+def test_told_to_end_it_keeps_the_best_so_far(ended: TuneDir, tiny: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(loop._Tuning, "_round", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        stopped = again(ended, tiny, budget="10m", quiet=True)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (stopped.finished, load_config(ended.tuned_file)) == (False, stopped.config)
