@@ -75,6 +75,12 @@ class Goal:
         mixed = [f"{name}={weight:.3g}" for name, weight in weights.items() if weight > 1e-9]
         return ",".join(mixed) if len(mixed) > 1 else mixed[0].partition("=")[0]
 
+    @property
+    def terms(self) -> dict[str, str | float]:
+        """All that it counts by, by the options that say so: what has other terms is another goal."""
+        prices = {f"--prices {name}": getattr(self, name) for name in PRICES} if self.money else {}
+        return {"--objective": self.name, "--objective cost": self.money, "--objective energy": self.energy, **prices}
+
 
 def _numbers(name: str, text: str, known: tuple[str, ...], example: str) -> dict[str, float]:
     """``a=1,b=2`` as a dictionary. Raises UserError."""

@@ -97,6 +97,7 @@ class TuneDir:
         self.tuned_file = self.path / "tuned.toml"
         self.result_file = self.path / "result.json"
         self.drift_file = self.path / "drift.json"
+        self.goal_file = self.path / "goal.json"
         self.plot_file = self.path / "tuning.png"
         self.report_file = self.path / "report.html"
         self._trials: Store | None = None
@@ -177,6 +178,27 @@ class TuneDir:
         if (other := ended.get("objective", objective)) != objective:
             rule = f"holds a tuning with --objective {other}, not {objective}; give that, or another --out"
             raise UserError("--out", str(self.path), rule)
+
+    def keep_goal(self, terms: Mapping[str, str | float]) -> None:
+        """Writes what is minimised, by the options that say so; raises UserError when it is not what the folder's tuning did.
+
+        Of an earlier version's tuning, which does not say, it is taken to be.
+        """
+        text = kept(self.goal_file)
+        if text is None:
+            with saving("--out", self.path):
+                write_atomically(self.goal_file, json.dumps(dict(terms)) + "\n")
+            return
+        try:
+            before = json.loads(text)
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise UserError(str(self.goal_file), None, "is no goal; delete it to go on with the one that is given")
+        for option in terms:
+            if before.get(option) != terms[option]:
+                rule = f"holds a tuning with {option} {before.get(option)}, not {terms[option]}; give that, or another --out"
+                raise UserError("--out", str(self.path), rule)
 
     def append(self, trial: Trial) -> None:
         """Keeps a trial; when this returns it is on disk. Raises UserError when it cannot be."""

@@ -107,7 +107,9 @@ def tune(
             staleness_price=staleness_price,
             seed=seed,
         )
-        return _Tuning(task, began).run()
+        tuning = _Tuning(task, began)
+        folder.keep_goal(goal.terms | {"--staleness-price": staleness_price})  # not before what is known of it is compared
+        return tuning.run()
 
 
 @contextlib.contextmanager

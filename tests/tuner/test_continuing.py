@@ -13,7 +13,8 @@ import pytest
 import tuner
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner import loop
-from tuner.bridge import Config, concrete, get, load_config
+from tuner.bridge import Config, UserError, concrete, get, load_config
+from tuner.goal import Goal
 from tuner.history import Trial, TuneDir
 from tuner.neighbourhood import space_around
 from tuner.result import TuneResult
@@ -113,3 +114,32 @@ def test_told_to_end_it_keeps_the_best_so_far(ended: TuneDir, tiny: Config, monk
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (stopped.finished, load_config(ended.tuned_file)) == (False, stopped.config)
+
+
+def test_what_is_minimised_stays_what_it_was(ended: TuneDir, tiny: Config) -> None:
+    """Of a tuning by an earlier version from the first time on that it is gone on with."""
+    with pytest.raises(UserError, match="--objective time, not cost"):
+        again(ended, tiny, budget="41s", quiet=True, goal=Goal(money=1.0))
+    assert not ended.goal_file.exists()
+    again(ended, tiny, budget="41s", quiet=True)
+    for options, rule in (
+        ({"staleness_price": 0.5}, "--staleness-price 0.02, not 0.5"),
+        ({"goal": Goal(money=0.3)}, "--objective time, not time=0.7,cost=0.3"),
+    ):
+        with pytest.raises(UserError) as caught:
+            again(ended, tiny, budget="41s", quiet=True, **options)
+        assert str(caught.value).endswith(f": holds a tuning with {rule}; give that, or another --out")
+
+
+def test_prices_stay_what_they_were_where_they_count(tmp_path: Path) -> None:
+    folder = TuneDir(tmp_path)
+    folder.keep_goal(Goal(money=0.5).terms)
+    folder.keep_goal(Goal(money=0.5).terms)
+    with pytest.raises(UserError, match=r"holds a tuning with --prices core 0\.04, not 1\.0; give that"):
+        folder.keep_goal(Goal(money=0.5, core=1.0).terms)
+    with pytest.raises(UserError, match=r"holds a tuning with --objective cost 0\.5, not 0\.50001; give that"):
+        folder.keep_goal(Goal(money=0.50001).terms)
+    assert Goal(core=1.0).terms == Goal().terms
+    folder.goal_file.write_text("[")
+    with pytest.raises(UserError, match=r"goal\.json: is no goal; delete it"):
+        folder.keep_goal(Goal().terms)
