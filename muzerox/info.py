@@ -47,9 +47,14 @@ def describe(field: dataclasses.Field[Any]) -> str:
     meta = field.metadata
     limits = [
         f"one of {', '.join(meta['choices'])}" if meta["choices"] else "",
-        f"above {meta['above']:g}" if meta["above"] is not None else "",
-        f"from {meta['low']:g}" if meta["low"] is not None else "",
-        f"to {meta['high']:g}" if meta["high"] is not None else "",
+        f"above {_number(meta['above'])}" if meta["above"] is not None else "",
+        f"from {_number(meta['low'])}" if meta["low"] is not None else "",
+        f"to {_number(meta['high'])}" if meta["high"] is not None else "",
     ]
-    unit = f" {meta['unit']}" if meta["unit"] else ""
-    return f"{field.default}{unit} ({' '.join(x for x in limits if x)}): {meta['doc']}"
+    default = "none" if field.default is None else f"{field.default} {meta['unit'] or ''}".rstrip()  # as --set takes it
+    bounds = " ".join(x for x in limits if x)
+    return f"{default}{f' ({bounds})' if bounds else ''}: {meta['doc']}"
+
+
+def _number(bound: float) -> str:
+    return f"{int(bound):,}" if float(bound).is_integer() else f"{bound:g}"

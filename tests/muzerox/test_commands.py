@@ -78,6 +78,9 @@ def test_info_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
         assert path in out
     assert "simulations of a search" in out
     assert "one of gumbel, muzero" in out
+    assert "gymnax:CartPole-v1: environment id" in out
+    assert "0 (from 0 to 2,147,483,647): seed" in out
+    assert "none (from 1 to 10,000): largest depth" in out
 
 
 def test_info_envs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
