@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ class LiveKnobs:
 
     def __init__(self, run: RunDir, config: Config):
         self._run, self._config, self._cores = run, config, allocation.available_cores()
-        run.live_file.unlink(missing_ok=True)  # what a process that has ended was asked for
+        self._told = ""  # of a request that can be neither read nor deleted: one line is enough
+        with contextlib.suppress(OSError):  # the first poll tells of it
+            run.live_file.unlink(missing_ok=True)  # what a process that has ended was asked for
 
     def poll(self) -> Config | None:
         """The configuration with what was asked for, applied and kept in the run's config.toml; None where nothing was.
@@ -37,28 +40,37 @@ class LiveKnobs:
         """
         file: Path = self._run.live_file
         try:
-            text = file.read_text("utf-8")
+            text = file.read_bytes()
+            file.unlink(missing_ok=True)
         except FileNotFoundError:
             return None
-        file.unlink(missing_ok=True)
+        except OSError as error:
+            told, self._told = self._told, f"cannot be taken: {error.strerror}"
+            if told == self._told:
+                return None
+            raise ConfigError(str(file), None, self._told) from None
         try:
             changes = json.loads(text)
         except ValueError:
             changes = None
         if not isinstance(changes, dict):
-            raise ConfigError(str(file), text[:40], "must be an object of values by path")
+            raise ConfigError(str(file), text[:40].decode(errors="replace"), "must be an object of values by path")
         for path in changes:
             if not can_change(self._config, path):
                 raise ConfigError(path, changes[path], "cannot change while this training runs; resume it with --set")
         config = self._config.replace(changes)
-        if "allocation.cores" in changes:
-            self._keep_to(config.allocation.cores)
+        given = self._given(config.allocation.cores) if "allocation.cores" in changes else None
+        try:
+            write_atomically(self._run.config_file, config_io.dumps(config))
+        except OSError as error:
+            raise ConfigError(str(self._run.config_file), None, f"cannot be written: {error.strerror}") from None
+        if given is not None:
+            allocation.keep_to(given)
         self._config = config
-        write_atomically(self._run.config_file, config_io.dumps(config))
         return config
 
-    def _keep_to(self, cores: int | None) -> None:
+    def _given(self, cores: int | None) -> list[int]:
         wanted = len(self._cores) if cores is None else cores
         if wanted > len(self._cores):
             raise ConfigError("allocation.cores", wanted, "this training was started with fewer", len(self._cores))
-        allocation.keep_to(self._cores[:wanted])
+        return self._cores[:wanted]

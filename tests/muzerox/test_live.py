@@ -160,6 +160,7 @@ def test_cores_are_given_and_taken_while_it_runs(tmp_path: Path) -> None:
     [
         ("[1]", "must be an object"),
         ("{", "must be an object"),
+        ("\udcff", "must be an object"),
         ('{"runtime.num_envs": 16}', "cannot change while this training runs"),
         ('{"runtime.loop_count": 0}', "must be at least 1"),
     ],
@@ -168,8 +169,31 @@ def test_what_cannot_be_taken_is_said_and_gone(text: str, said: str, tmp_path: P
     config, run = Config.preset("gymnax:CartPole-v1").replace("runtime.kind", "anakin"), RunDir(tmp_path / "run")
     run.create(config)
     knobs = LiveKnobs(run, config)
-    run.live_file.write_text(text)
+    run.live_file.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=said):
         knobs.poll()
     assert knobs.poll() is None
     assert run.load_config() == config
+
+
+def test_a_request_that_cannot_be_read_is_told_of_once(tmp_path: Path) -> None:
+    config, run = Config.preset("gymnax:CartPole-v1").replace("runtime.kind", "anakin"), RunDir(tmp_path / "run")
+    run.create(config)
+    run.live_file.mkdir()
+    knobs = LiveKnobs(run, config)
+    with pytest.raises(ConfigError, match=r"live\.json: cannot be taken: Is a directory"):
+        knobs.poll()
+    assert knobs.poll() is None
+
+
+def test_knobs_that_cannot_be_kept_are_not_taken(tmp_path: Path) -> None:
+    config, run = Config.preset("gymnax:CartPole-v1").replace("runtime.kind", "anakin"), RunDir(tmp_path / "run")
+    run.create(config)
+    knobs, there = LiveKnobs(run, config), os.sched_getaffinity(0)
+    run.config_file.unlink()
+    run.config_file.mkdir()
+    live.ask(run, {"allocation.cores": 1})
+    with pytest.raises(ConfigError, match=r"config\.toml: cannot be written: "):
+        knobs.poll()
+    assert os.sched_getaffinity(0) == there
+    assert knobs.poll() is None
