@@ -71,7 +71,7 @@ class RunDir:
         return config_io.load(self.config_file)
 
     def lock(self) -> IO[str]:
-        """Holds the run for this process until the file is closed or the process dies. Raises UserError when held."""
+        """Holds the run for this process until the file is closed or the process dies. Raises UserError when it cannot."""
         try:
             handle = open(self.path / ".lock", "w")
         except OSError as error:
@@ -81,6 +81,9 @@ class RunDir:
         except BlockingIOError:
             handle.close()
             raise UserError("run", str(self.path), "another process is training it") from None
+        except OSError as error:  # not every file system has locks
+            handle.close()
+            raise UserError("run", str(self.path), f"cannot be locked: {error.strerror}") from None
         return handle
 
     def result(self) -> dict[str, Any] | None:

@@ -129,7 +129,7 @@ class TuneDir:
         """Holds the folder until the file is closed or the process dies.
 
         Raises:
-          UserError: another process does, or it cannot be written.
+          UserError: another process does, or it cannot be written or locked.
         """
         with saving("--out", self.path):
             handle = open(self.path / ".lock", "w")
@@ -138,6 +138,9 @@ class TuneDir:
         except BlockingIOError:
             handle.close()
             raise UserError("--out", str(self.path), "another process is tuning in it") from None
+        except OSError as error:  # not every file system has locks
+            handle.close()
+            raise UserError("--out", str(self.path), f"cannot be locked: {error.strerror}") from None
         return handle
 
     def _store(self) -> Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import shutil
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from refusals import INSTALLED, call, check, run, snapshot
+
+from muzerox.errors import UserError
+from muzerox.run_dir import RunDir
 
 # What is done to a checkpoint, whose files are damaged (an item's folder and a pattern), and what is said.
 DAMAGE = {
@@ -134,3 +138,12 @@ def test_a_run_that_another_process_trains(copy: Path, world: Path, capsys: pyte
         line = "train --resume {T}/copy --set train.max_env_steps=900"
         check(*call(line, world, capsys), ["run = '{T}/copy'", "another process is training it"], world)
     assert snapshot(world) == before
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match=r"^run = .*: cannot be locked: No locks available$"):
+        RunDir(tmp_path).lock()

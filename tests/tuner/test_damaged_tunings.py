@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,11 @@ def test_a_folder_in_the_place_of_a_file_is_told_of(tmp_path: Path, monkeypatch:
     ):
         file.mkdir(parents=True)
         assert refusal(reads) == f"{file}: cannot be read: Is a directory"
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert refusal(TuneDir(tmp_path).lock) == f"--out = '{tmp_path}': cannot be locked: No locks available"
