@@ -140,6 +140,22 @@ def row_bytes(w: Workload) -> Value:
     return w.observation_bytes * w.stored_observations + 4.0 * w.num_actions + 20.0
 
 
+def sequence_bytes(w: Workload) -> Value:
+    """What is read of a sequence that is learnt from: observations, policy targets, scalars."""
+    positions = w.unroll_steps + 1.0
+    return (positions + 1.0) * w.observation_bytes + (w.unroll_steps + w.td_steps) * 20.0 + positions * w.num_actions * 4.0
+
+
+def reanalyzed_roots(w: Workload) -> Value:
+    """Roots that are searched again, an update."""
+    return w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0)
+
+
+def parameter_count(w: Workload) -> Value:
+    """Parameters of the three networks."""
+    return w.represent_params + w.dynamics_params + w.predict_params
+
+
 class _Passes(NamedTuple):
     """Elements that a row of each network goes through, those that are only moved counted as what they take."""
 
@@ -288,7 +304,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     search, searches = _search_cost(w, passes, roots, hardware), 1.0 / roots  # batches searched one after the other, a step
     updates = w.replay_ratio / w.batch_size  # a step
     positions = w.unroll_steps + 1.0
-    again_roots = w.reanalyze_fraction * w.batch_size * positions
+    again_roots = reanalyzed_roots(w)
 
     def moving(count: Value, rows: Value) -> Value:
         return count / copy / _faster_when_large(w, passes, rows, hardware)
@@ -314,43 +330,37 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     learner_layers = (
         3.0 * (w.represent_layers + w.unroll_steps * w.dynamics_layers + w.predict_layers) + w.represent_layers + w.predict_layers
     )
-    params = w.represent_params + w.dynamics_params + w.predict_params
-    sequence_bytes = (
-        (positions + 1.0) * w.observation_bytes + (w.unroll_steps + w.td_steps) * 20.0 + positions * w.num_actions * 4.0
-    )
     priority_bytes = 4.0 * _PRIORITY_PASSES * w.prioritized * (w.capacity / w.num_envs + w.batch_size * w.num_envs)
 
-    refreshed = w.reanalyze_fraction * w.replay_ratio * positions  # roots searched again, a step
-    refreshing = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # searches a step
+    again_a_step = w.reanalyze_fraction * w.replay_ratio * positions
+    again_searches = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # a step
     again = _search_cost(w, passes, again_roots, hardware)
     simulated = jnp.where(jnp.asarray(w.host_step_seconds) > 0.0, 0.0, 1.0)  # by a program
-    seconds = (
-        multiplying(search.flops, roots),
-        moving(search.activation_bytes, roots) + narrowing(_NARROWED * search.elements, roots),
-        searches * search.network_operations * operation,
-        searches * search.tree_operations * operation,
-        search.statistic_bytes / copy,
-        w.replay_ratio * multiplying(3.0 * unrolled + target_flops, w.batch_size) / learning,
-        w.replay_ratio
-        / learning
-        * (moving(4.0 * _ACTIVATION_PASSES * activations, w.batch_size) + narrowing(_LEARNER_NARROWED * written, w.batch_size)),
-        updates * (_LEARNER_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
-        updates * 4.0 * _OPTIMIZER_PASSES * params / hardware.copy_bytes_per_second,
-        (row_bytes(w) + w.replay_ratio * sequence_bytes * (1.0 + w.replay_on_host) + serial * updates * priority_bytes) / copy,
-        refreshed * multiplying(again.flops, again_roots),
-        refreshed * (moving(again.activation_bytes, again_roots) + narrowing(_NARROWED * again.elements, again_roots)),
-        refreshing * (again.network_operations + again.tree_operations) * operation,
-        refreshed * again.statistic_bytes / copy,
-        simulated * (_ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy),
-        updates
-        * ((_PROGRAM_DISPATCHES + threaded * _PUBLISHED_DISPATCHES) / w.loop_count + threaded * _BATCH_DISPATCHES)
-        * dispatch,
-        threaded * w.host_step_seconds,
-        threaded
-        * (_ROW_DISPATCHES + _SIMULATED_DISPATCHES * simulated + _PROCESS_DISPATCHES * w.step_in_process)
-        * dispatch
-        / w.num_envs,
-        threaded * updates * (_CONTEXT_DISPATCHES * dispatch + priority_bytes / copy),
-        threaded * updates * _READY_DISPATCHES * dispatch,
-    )
-    return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(s, jnp.float32) for s in seconds)), axis=-1)
+    learner_moved = moving(4.0 * _ACTIVATION_PASSES * activations, w.batch_size)
+    sequences = w.replay_ratio * sequence_bytes(w) * (1.0 + w.replay_on_host)
+    asked = (_PROGRAM_DISPATCHES + threaded * _PUBLISHED_DISPATCHES) / w.loop_count + threaded * _BATCH_DISPATCHES
+    rows_asked = _ROW_DISPATCHES + _SIMULATED_DISPATCHES * simulated + _PROCESS_DISPATCHES * w.step_in_process
+    seconds = {
+        "acting_flops": multiplying(search.flops, roots),
+        "acting_bytes": moving(search.activation_bytes, roots) + narrowing(_NARROWED * search.elements, roots),
+        "acting_operations": searches * search.network_operations * operation,
+        "tree_operations": searches * search.tree_operations * operation,
+        "tree_bytes": search.statistic_bytes / copy,
+        "learner_flops": w.replay_ratio * multiplying(3.0 * unrolled + target_flops, w.batch_size) / learning,
+        "learner_bytes": w.replay_ratio / learning * (learner_moved + narrowing(_LEARNER_NARROWED * written, w.batch_size)),
+        "learner_operations": updates * (_LEARNER_LAYER_OPERATIONS * learner_layers + _LEARNER_OPERATIONS) * operation,
+        "optimizer_bytes": updates * 4.0 * _OPTIMIZER_PASSES * parameter_count(w) / hardware.copy_bytes_per_second,
+        "replay_bytes": (row_bytes(w) + sequences + serial * updates * priority_bytes) / copy,
+        "reanalysis_flops": again_a_step * multiplying(again.flops, again_roots),
+        "reanalysis_bytes": again_a_step
+        * (moving(again.activation_bytes, again_roots) + narrowing(_NARROWED * again.elements, again_roots)),
+        "reanalysis_operations": again_searches * (again.network_operations + again.tree_operations) * operation,
+        "reanalysis_tree_bytes": again_a_step * again.statistic_bytes / copy,
+        "environment": simulated * (_ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy),
+        "dispatch": updates * asked * dispatch,
+        "host_steps": threaded * w.host_step_seconds,
+        "host_rows": threaded * rows_asked * dispatch / w.num_envs,
+        "contexts": threaded * updates * (_CONTEXT_DISPATCHES * dispatch + priority_bytes / copy),
+        "ready": threaded * updates * _READY_DISPATCHES * dispatch,
+    }
+    return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(seconds[name], jnp.float32) for name in STAGES)), axis=-1)

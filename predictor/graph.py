@@ -143,7 +143,7 @@ def _node_quantities(w: Workload, hardware: Rates, stage_seconds: jax.Array) -> 
     def network(flops: Value, params: Value, layers: Value, elements: Value, outputs: Value) -> list[Value]:
         return [flops, params, layers, elements, w.hidden_size, outputs, w.compute_bits / 16.0]
 
-    refreshed = w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0)
+    refreshed = analytic.reanalyzed_roots(w)
     acting = [share(name) for name in STAGES if name.startswith(("acting", "tree"))]
     learning = [share(name) for name in overlap.ROLES["learner"]]
     searching = [share(name) for name in STAGES if name.startswith("reanalysis")]
@@ -186,10 +186,10 @@ def _edge_quantities(w: Workload) -> list[list[Value]]:
     updates = w.replay_ratio / w.batch_size
     threaded, serial = w.sebulba, 1.0 - w.sebulba
     hidden, outputs = w.hidden_size * w.embedding_bits / 8.0, 4.0 * (w.num_actions + 1.0)
-    sequence = (positions + 1.0) * w.observation_bytes + 20.0 * (w.unroll_steps + w.td_steps) + 4.0 * positions * w.num_actions
+    sequence = analytic.sequence_bytes(w)
     root_calls = w.search_split / w.num_envs
     root_rows = w.num_envs / w.search_split
-    refreshed = w.reanalyze_fraction * w.batch_size * positions  # roots an update
+    refreshed = analytic.reanalyzed_roots(w)
     refreshing = updates * jnp.minimum(refreshed, 1.0)
     threaded_updates = threaded * updates
 
@@ -243,7 +243,7 @@ def _edge_quantities(w: Workload) -> list[list[Value]]:
             jnp.maximum(refreshing, threaded_updates),
             w.batch_queue_size,
         ],
-        *([published * 4.0 * memory.parameter_count(w), threaded * count, published] for count in _readers(w)),
+        *([published * 4.0 * analytic.parameter_count(w), threaded * count, published] for count in _readers(w)),
         *refresh_sent,
         *refresh_back,
         *([held, w.num_devices, updates / w.loop_count] for held in resident),

@@ -11,16 +11,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from predictor.analytic import Rates, Value, row_bytes
+from predictor.analytic import Rates, Value, parameter_count, reanalyzed_roots, row_bytes
 from predictor.schema import Workload
 
 _COPIES = 6.0  # of parameters: online, target, two moments, gradient, update
 _DISPATCHES = 3.0  # worth of batches in the learner's hands: collected, dispatched, and stacked by the program
-
-
-def parameter_count(w: Workload) -> Value:
-    """Parameters of the three networks."""
-    return w.represent_params + w.dynamics_params + w.predict_params
 
 
 def replay_resident_bytes(w: Workload) -> Value:
@@ -31,7 +26,7 @@ def replay_resident_bytes(w: Workload) -> Value:
 def tree_resident_bytes(w: Workload) -> Value:
     """The trees of the largest batch of roots searched at once: self-play's or reanalysis's; under sebulba both are."""
     acting = w.selfplay_workers * w.num_envs / w.search_split
-    reanalyzed = w.reanalyze_fraction * w.batch_size * (w.unroll_steps + 1.0)
+    reanalyzed = reanalyzed_roots(w)
     roots = jnp.where(jnp.asarray(w.sebulba) > 0.0, acting + w.searching_devices * reanalyzed, jnp.maximum(acting, reanalyzed))
     return roots * (w.num_simulations + 1.0) * (w.hidden_size * w.embedding_bits / 8.0 + 24.0 * w.num_actions)
 
