@@ -44,6 +44,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_config(args: argparse.Namespace) -> Config:
     """Preset, then file, then options, each over the last; the last word on ``env`` chooses the preset. Raises ConfigError."""
+    if args.config == "":  # which would be the working directory
+        raise ConfigError("--config", "", "must not be empty")
     tree = config_io.read_tree(args.config) if args.config is not None else {}
     changes = dict(config_io.parse_assignment(text) for text in args.assignments)
     env = changes.pop("env", args.env if args.env is not None else tree.get("env", Config().env))

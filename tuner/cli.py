@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +29,17 @@ def stay_off_the_accelerator() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
+
+
+@contextlib.contextmanager
+def as_typed(options: Mapping[str, str]) -> Iterator[None]:
+    """A block whose errors name what was typed: options, by the arguments of Python that they are passed on as."""
+    try:
+        yield
+    except UserError as error:
+        if error.path not in options:
+            raise
+        raise UserError(options[error.path], error.value, error.rule, error.nearest) from None
 
 
 # tune ----------------------------------------------------------------------------------------------------------------
@@ -65,23 +79,36 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
 
 
+_TYPED = {
+    "budget": "--budget",
+    "max_trials": "--trials",
+    "directory": "--out",
+    "staleness_price": "--staleness-price",
+    "objective": "--objective",
+    "prices": "--prices",
+    "max_cores": "--max-cores",
+    "max_memory": "--max-memory",
+}
+
+
 def _tune(args: argparse.Namespace) -> int:
     from tuner.goal import Goal
     from tuner.loop import tune
     from tuner.objective import STALENESS_PRICE
     from tuner.report import print_tuning
 
-    goal = Goal.parse(args.objective, args.prices, args.max_cores, args.max_memory)
-    stay_off_the_accelerator()
-    result = tune(
-        make_config(args),
-        budget=args.budget,
-        max_trials=args.trials,
-        out=args.out,
-        effect=args.knobs,
-        staleness_price=STALENESS_PRICE if args.staleness_price is None else args.staleness_price,
-        goal=goal,
-    )
+    with as_typed(_TYPED):
+        goal = Goal.parse(args.objective, args.prices, args.max_cores, args.max_memory)
+        stay_off_the_accelerator()
+        result = tune(
+            make_config(args),
+            budget=args.budget,
+            max_trials=args.trials,
+            out=args.out,
+            effect=args.knobs,
+            staleness_price=STALENESS_PRICE if args.staleness_price is None else args.staleness_price,
+            goal=goal,
+        )
     return print_tuning(result, args.out, as_json=args.json)
 
 
@@ -105,6 +132,7 @@ best so far.""",
 
 
 _SHARES = 6  # stages that are named, the largest
+_TIMEOUT = 180.0
 
 
 def _figures(record: Any) -> dict[str, Any]:
@@ -151,7 +179,7 @@ def _measure_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed bursts; the figures are medians (default 5)")
     parser.add_argument(
-        "--timeout", type=float, default=180.0, metavar="S", help="seconds that compiling, or a burst, may take (default 180)"
+        "--timeout", type=float, default=_TIMEOUT, metavar="S", help="seconds that compiling, or a burst, may take (default 180)"
     )
     add_output_arguments(parser)
 
@@ -166,7 +194,8 @@ def _measure(args: argparse.Namespace) -> int:
     if not 1 <= args.repeats <= 10_000:
         raise UserError("--repeats", args.repeats, "must be from 1 to 10000", 1 if args.repeats < 1 else 10_000)
     if not 1.0 <= args.timeout <= 86_400.0:
-        raise UserError("--timeout", args.timeout, "must be from 1 to 86400 seconds", 1 if args.timeout < 1.0 else 86_400)
+        nearest = _TIMEOUT if math.isnan(args.timeout) else min(max(args.timeout, 1.0), 86_400.0)
+        raise UserError("--timeout", args.timeout, "must be from 1 to 86400 seconds", f"{nearest:g}")
     config = allocation_checked(make_config(args))
     _check_memory(config)
     hardware = fingerprint()

@@ -11,10 +11,11 @@ import math
 from typing import Any
 
 from predictor import Hardware
-from tuner.bridge import GIB, Config, UserError
+from tuner.bridge import GIB, Config, UserError, no_energy
 
 PRICES = {"core": 0.04, "gib": 0.005, "device": 2.5}  # of an hour, as a cloud's machines cost about; only ratios matter
 _WEIGHTS = ("time", "cost", "energy")
+_LEAST, _MOST = 1e-6, 1e6  # of a weight or a price: what products and sums of such are, float32 holds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,14 @@ class Goal:
             raise UserError("max_memory", max_memory_gib, "must be at least 0.25 GiB", 0.25)
         money, energy = (weights[name] / sum(weights.values()) for name in ("cost", "energy"))
         return cls(money=money, energy=energy, **found, max_cores=max_cores, max_memory_gib=max_memory_gib)
+
+    def check(self, platform: str) -> None:
+        """Raises UserError where nothing of a machine of ``platform`` has the energy or the price that counts."""
+        if self.energy and (why := no_energy(platform)):
+            raise UserError("objective", self.name, f"energy cannot be read on this machine: {why}", "cost")
+        if self.money and platform == "cpu" and not (self.core or self.gib):
+            free = f"core=0,gib=0,device={self.device:g}"
+            raise UserError("prices", free, "a machine without an accelerator has cores and memory alone", "core=0.04")
 
     def within(self, hardware: Hardware) -> Hardware:
         """The machine, with no more memory than the goal allows; what it is called changes with it."""
@@ -91,8 +100,8 @@ def _numbers(name: str, text: str, known: tuple[str, ...], example: str) -> dict
             number = float(value)
         except ValueError:
             number = math.nan
-        if key not in known or not 0.0 <= number < math.inf:
-            rule = f"must be pairs of {', '.join(known)} and a number of at least 0"
+        if key not in known or key in found or not (number == 0.0 or _LEAST <= number <= _MOST):
+            rule = f"must be pairs of {', '.join(known)}, each once, and 0 or a number from {_LEAST:g} to {_MOST:g}"
             raise UserError(name, text, rule, example)
         found[key] = number
     return found

@@ -105,7 +105,9 @@ class TuneDir:
     def check(self) -> None:
         """Raises UserError when the folder holds something else than a tuning, or cannot be written. Writes nothing."""
         with saving("--out", self.path):
-            begun = self.start_file.exists()
+            begun, left = self.start_file.exists(), (self.path / "trials").exists()
+        if left and not begun:
+            raise UserError("--out", str(self.path), "holds trials of a tuning, but no start.toml; give another --out")
         if not begun:
             RunDir(self.path).check_new()
 
@@ -156,7 +158,7 @@ class TuneDir:
         except OtherVersion:
             raise UserError("--out", str(self.path), "holds a tuning by another version; give another --out") from None
         except ValueError as error:  # StoreError and SchemaError are such
-            raise UserError(where, None, str(error)) from None
+            raise UserError(where, None, str(error).removeprefix(f"{where}: ")) from None
         lost = next((number for number in range(len(by_number)) if number not in by_number), None)
         if lost is not None:  # a new one would be counted like one that is there, and take its place
             raise UserError(where, None, f"trial {lost} of {max(by_number) + 1} is missing; give another --out")

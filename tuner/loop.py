@@ -23,7 +23,7 @@ import numpy as np
 from predictor import Measurement, Outcome, RuntimePredictor
 from tuner import comparison, corrections, resources
 from tuner.anchor import Anchor
-from tuner.bridge import Config, UserError, allocation_checked, concrete, enable_cache, get, no_energy
+from tuner.bridge import Config, UserError, allocation_checked, concrete, enable_cache, get
 from tuner.ending import Ending
 from tuner.fingerprint import fingerprint
 from tuner.goal import Goal
@@ -85,8 +85,7 @@ def tune(
     with _stopped_as_by_ctrl_c(), Progress(seconds, quiet=quiet) as progress, _on_cpu():
         hardware = fingerprint(say=progress.say)
         progress.enter(started_ahead())
-        if goal.energy and (why := no_energy(hardware.platform)):
-            raise UserError("objective", goal.name, f"energy cannot be read on this machine: {why}", "cost")
+        goal.check(hardware.platform)
         start = goal.bounded(concrete(config, hardware.platform), hardware)
         if start.search.final_simulations is not None:
             progress.say(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,11 @@ def parse_budget(text: str | float) -> float:
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}
     spelled = str(text).strip().lower()
     try:
-        seconds = float(spelled[:-1]) * units[spelled[-1]] if spelled[-1:] in units else float(spelled)
+        number, unit = (spelled[:-1], units[spelled[-1]]) if spelled[-1:] in units else (spelled, 1.0)
+        seconds = float(number if number.isascii() else "") * unit  # float() reads the digits of every script
     except ValueError:
         raise UserError("budget", text, "must be a time such as 90s, 4m or 1h", "4m") from None
     if not 10.0 <= seconds <= 7 * 86400.0:  # NaN fails too
-        raise UserError("budget", text, "must be from 10 seconds to 7 days", "10s" if seconds < 10.0 else "168h")
+        nearest = "5m" if math.isnan(seconds) else "10s" if seconds < 10.0 else "168h"
+        raise UserError("budget", text, "must be from 10 seconds to 7 days", nearest)
     return seconds

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.bridge import Extension, RunDir, RunFailed, UserError, make_config, parse_assignment, print_table, tell
-from tuner.cli import stay_off_the_accelerator
+from tuner.cli import as_typed, stay_off_the_accelerator
 from tuner.switches import Switch
 
 
@@ -51,7 +51,8 @@ def _tune_then_train(args: argparse.Namespace) -> int:
 
     if args.resume is not None:
         raise UserError("--tune", args.tune, "cannot be given with --resume: a run keeps its configuration")
-    parse_budget(args.tune)
+    with as_typed({"budget": "--tune"}):
+        parse_budget(args.tune)
     stay_off_the_accelerator()
     config = make_config(args)
     out = RunDir(args.out).path if args.out is not None else RunDir.default(config).path

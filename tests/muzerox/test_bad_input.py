@@ -123,7 +123,7 @@ FILE: dict[str, Case] = {
     "missing": ("--config {T}/missing.toml", ["{T}/missing.toml:", "no such file"]),
     "not UTF-8": ("--config {T}/latin.toml", ["{T}/latin.toml:", "cannot be read", "utf-8"]),
     "under a file": ("--config {T}/file/a.toml", ["{T}/file/a.toml:", "cannot be read: Not a directory"]),
-    "empty": ("--config ''", ["cannot be read: Is a directory"]),
+    "empty": ("--config ''", ["--config = ''", "must not be empty"]),
 }
 
 OUT: dict[str, Case] = {

@@ -182,3 +182,8 @@ def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert refusal(TuneDir(tmp_path).lock) == f"--out = '{tmp_path}': cannot be locked: No locks available"
+
+
+def test_a_file_in_the_place_of_trials_is_told_of_once(tmp_path: Path) -> None:
+    (tmp_path / "trials").write_text("")
+    assert refusal(TuneDir(tmp_path).trials) == f"{tmp_path}/trials: File exists"

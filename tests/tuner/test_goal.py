@@ -55,6 +55,9 @@ def test_goals_are_spelled() -> None:
     ]
     assert Goal.parse("cost", "core=1, device=3").core == 1.0
     assert Goal.parse("cost", "core=1, device=3").device == 3.0
+    Goal.parse("cost", "core=0,gib=0,device=1").check("gpu")
+    with pytest.raises(UserError, match="prices = 'core=0,gib=0,device=1': a machine without an accelerator"):
+        Goal.parse("cost", "core=0,gib=0,device=1").check("cpu")
     for arguments in (("fast",), ("time=x",), ("time=nan",), ("cost", "core"), ("time", "", 0), ("time", "", None, 0.1)):
         with pytest.raises(UserError) as caught:
             Goal.parse(*arguments)

@@ -99,13 +99,13 @@ def test_info_shows_the_measured_machine(tmp_path: Path) -> None:
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["tune", "--budget", "soon"], "budget = 'soon'"),
-    (["tune", "--budget", "1s"], "budget = '1s'"),
+    (["tune", "--budget", "soon"], "--budget = 'soon'"),
+    (["tune", "--budget", "1s"], "--budget = '1s'"),
     (["tune", "--budget", "-4m"], "budget"),
-    (["tune", "--trials", "0"], "trials"),
+    (["tune", "--trials", "0"], "--trials = 0: must be at least 1"),
     (["tune", "--trials", "few"], "trials"),
     (["tune", "--knobs", "all"], "knobs"),
-    (["tune", "--staleness-price", "-1"], "staleness_price = -1.0"),
+    (["tune", "--staleness-price", "-1"], "--staleness-price = -1.0"),
     (["tune", "--staleness-price", "11"], "must be from 0 to 10"),
     (["tune", "--env", "gymnax:CartPole-v9"], "CartPole-v1"),
     (["tune", "--set", "runtime.num_enws=8"], "runtime.num_envs"),
@@ -117,15 +117,22 @@ BAD: list[tuple[list[str], str]] = [
     (["predict", "--set", "allocation.memory_gib=1", "--set", "replay.capacity=40000000"], "replay.capacity = 40000000: takes"),
     (["tune", "--set", "allocation.devices=64"], "allocation.devices = 64"),
     (["tune", "--set", "search.split=3"], "search.split = 3"),
-    (["tune", "--objective", "speed"], "objective = 'speed'"),
+    (["tune", "--objective", "speed"], "--objective = 'speed'"),
     (["tune", "--objective", "time=0,cost=0"], "needs a weight above 0"),
-    (["tune", "--objective", "cost=-1"], "objective = 'cost=-1'"),
+    (["tune", "--objective", "cost=-1"], "--objective = 'cost=-1'"),
     (["tune", "--objective", "cost", "--prices", "core=0,gib=0,device=0"], "one must be above 0"),
+    (["tune", "--budget", "nan"], "nearest valid: 5m"),
+    (["tune", "--budget", "\u0663m"], "must be a time such as"),
+    (["tune", "--objective", "time=0.5,time=0.5"], "each once"),
+    (["tune", "--objective", "time=1e308,cost=1e308"], "from 1e-06 to 1e+06"),
+    (["tune", "--prices", "core=1e39"], "from 1e-06 to 1e+06"),
+    (["measure", "--timeout", "nan"], "nearest valid: 180"),
+    (["tune", "--out", "lost"], "holds trials of a tuning, but no start.toml"),
     (["tune", "--prices", "gpu=3"], "core, gib, device"),
-    (["tune", "--max-cores", "0"], "max_cores = 0"),
-    (["tune", "--max-memory", "nan"], "max_memory = nan"),
+    (["tune", "--max-cores", "0"], "--max-cores = 0"),
+    (["tune", "--max-memory", "nan"], "--max-memory = nan"),
     (["tune", "--out", "taken"], "taken"),
-    (["tune", "--out", ""], "directory"),
+    (["tune", "--out", ""], "--out = ''"),
     (["tune", "--out", "x" * 300], "cannot be written: File name too long"),
     (["train", "--tune", "10s", "--out", "x" * 252], "cannot be written: File name too long"),  # that of the tuning beside it
     (["tune", "--config", "absent.toml"], "absent.toml"),
@@ -137,7 +144,7 @@ BAD: list[tuple[list[str], str]] = [
     (["measure", "--env", "pgx:chess_960"], "env = 'pgx:chess_960'"),
     (["predict", "--set", "allocation.memory_gib=0"], "allocation.memory_gib"),
     (["predict", "--set", "network.kind=resnet"], "network.kind"),
-    (["train", "--tune", "later"], "budget = 'later'"),
+    (["train", "--tune", "later"], "--tune = 'later'"),
     (["train", "--tune", "2m", "--resume", "run"], "--tune"),
     (["train", "--tune", "2m", "--out", "taken"], "taken"),
 ]
@@ -164,6 +171,7 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("something")
     (tmp_path / "broken.toml").write_text("a = [")
+    (tmp_path / "lost" / "trials").mkdir(parents=True)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("MUZEROX_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
