@@ -24,7 +24,7 @@ def kept(file: Path) -> bytes | None:
     """What a file holds; None where there is none. Raises UserError where it cannot be read."""
     try:
         return file.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UserError(str(file), None, f"cannot be read: {error.strerror}") from None
