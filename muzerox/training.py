@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
 import signal
@@ -198,6 +199,7 @@ class _Session:
         with self.clock.phase("build"):
             state = self.runtime.snapshot(state)
             self.runtime.close()
+            gc.collect()  # threads and what they share refer to one another: until it is found, the ring they had is kept
             self._build(updates)
         reporter.deepened(self.simulations)
         return state
