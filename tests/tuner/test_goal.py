@@ -1,4 +1,4 @@
-"""What is minimised: seconds, money, energy, mixes; and bounds."""
+"""What is minimised: seconds, money, energy, mixes; bounds, and budgets."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tuner.goal import Goal
 from tuner.objective import cost, energy, excluded, limits_of, log_rent, price
 from tuner.proposer import Proposer
 from tuner.residual import make_residual
+from tuner.result import parse_budget
 from tuner.space import Space, knobs_up_to, make_space
 
 
@@ -189,3 +190,19 @@ def test_what_is_predicted_to_run_out_of_memory_is_not_proposed(machine: Hardwar
     assert possible(roomy, math.inf, on_device=(small + large) / 2) == [True, False]
     assert possible(machine, math.inf) == [True, True]
     assert possible(machine, saved + (small + large) / 2) == [True, False]
+
+
+# Budgets
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("4m", 240.0), ("1.5h", 5400.0), (45, 45.0), (" 2M ", 120.0)])
+def test_budgets(text: str | float, seconds: float) -> None:
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "5 minutes", "-4m", "0", "nan", "inf", "3s", "9d", "1e9h", None])
+def test_budgets_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="budget") as caught:
+        parse_budget(text)
+    assert "nearest valid" in str(caught.value)
+    assert "\n" not in str(caught.value)

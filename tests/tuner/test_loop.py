@@ -32,7 +32,6 @@ from tuner.objective import NO_POINT, RESOURCE_PRICE, Limits, energy
 from tuner.proposer import COLDEST, RANDOM_EVERY, SWITCHED_EVERY, SWITCHED_FIRST, VARIED_EVERY, VARIED_FIRST, temperature_of
 from tuner.report import closing_rows, median_errors, print_tuning
 from tuner.residual import make_residual
-from tuner.result import parse_budget
 from tuner.task import Task
 from tuner.workload import describe, host_step_seconds
 
@@ -390,16 +389,3 @@ def test_cold_rounds_go_on_while_those_that_are_left_are_expected_to_gain(
     assert trials_of_a_round("one alone", 1, 1.5) == 0
     assert trials_of_a_round("two together", 2, 1.5) > 0
     assert trials_of_a_round("few are looked ahead", 1000, loop.AHEAD + 1.0) == 0
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("4m", 240.0), ("1.5h", 5400.0), (45, 45.0), (" 2M ", 120.0)])
-def test_budgets(text: str | float, seconds: float) -> None:
-    assert parse_budget(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "m", "5 minutes", "-4m", "0", "nan", "inf", "3s", "9d", "1e9h", None])
-def test_budgets_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="budget") as caught:
-        parse_budget(text)
-    assert "nearest valid" in str(caught.value)
-    assert "\n" not in str(caught.value)
