@@ -189,17 +189,11 @@ class TuneDir:
 
         Of an earlier version's tuning, which does not say, it is taken to be.
         """
-        text = kept(self.goal_file)
-        if text is None:
+        before = _kept_object(self.goal_file, "is no goal; delete it to go on with the one that is given")
+        if before is None:
             with saving("--out", self.path):
                 write_atomically(self.goal_file, json.dumps(dict(terms)) + "\n")
             return
-        try:
-            before = json.loads(text)
-        except ValueError:
-            before = None
-        if not isinstance(before, dict):
-            raise UserError(str(self.goal_file), None, "is no goal; delete it to go on with the one that is given")
         for option in terms:
             if before.get(option) != terms[option]:
                 rule = f"holds a tuning with {option} {before.get(option)}, not {terms[option]}; give that, or another --out"
@@ -212,16 +206,7 @@ class TuneDir:
 
     def result(self) -> dict[str, Any] | None:
         """What ``save_result`` wrote; None before. Raises UserError when it is damaged."""
-        text = kept(self.result_file)
-        if text is None:
-            return None
-        try:
-            result = json.loads(text)
-        except ValueError:
-            result = None
-        if not isinstance(result, dict):
-            raise UserError(str(self.result_file), None, "is not a result; delete it to compare again")
-        return result
+        return _kept_object(self.result_file, "is not a result; delete it to compare again")
 
     def drifts(self) -> list[Drift]:
         """What is known of precision levels, in the order it was found. Raises UserError for a damaged file."""
@@ -248,6 +233,20 @@ class TuneDir:
         with saving("--out", self.path):
             self.report_file.unlink(missing_ok=True)
             write_atomically(self.result_file, json.dumps(result, indent=1) + "\n")
+
+
+def _kept_object(file: Path, otherwise: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no file. Raises UserError, whose rule is ``otherwise``, where it holds none."""
+    text = kept(file)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(str(file), None, otherwise)
+    return found
 
 
 def shared_store(hardware_id: str) -> Store:

@@ -151,6 +151,7 @@ def test_progress_that_nobody_reads_ends_no_work(unread: IO[str], tmp_path: Path
     with Reporter(RunDir(tmp_path), Config(), quiet=False, start=0) as reporter:
         reporter.say("a line")
         tell("another")
+        assert reporter._console.quiet, "who reads it has left"
         reporter.say("and another")
 
 
