@@ -236,7 +236,7 @@ class TuneDir:
 
 
 def _kept_object(file: Path, otherwise: str) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no file. Raises UserError, whose rule is ``otherwise``, where it holds none."""
+    """The JSON object in a file; None where there is no file. Raises UserError, whose rule is ``otherwise``, if it holds none."""
     text = kept(file)
     if text is None:
         return None
