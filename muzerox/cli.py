@@ -1,15 +1,15 @@
 """The ``muzerox`` command: a thin layer over the Python API.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr), 130 stopped by a signal: a training after
-saving, unless a second one came.
+saving, unless Ctrl-C came after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from muzerox import config_io
 from muzerox.commands import Command, make_parser
 from muzerox.config import RESUMABLE, Config, paths
 from muzerox.errors import ConfigError, RunFailed, UserError
-from muzerox.streams import discard, flush, refusal, tell
+from muzerox.streams import answer, discard, flush, kept_for_answers, refusal, tell
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def _train(args: argparse.Namespace) -> int:
     else:
         result = training.train(make_config(args), args.out)
     if args.json:
-        print(json.dumps(result.to_dict()))
+        answer(result.to_dict())
     else:
         from muzerox.report import print_table
 
@@ -162,7 +162,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         args.run_dir, episodes=args.episodes, seed=args.seed, opponent=args.opponent, precision=args.precision
     ).to_dict()
     if args.json:
-        print(json.dumps(summary))
+        answer(summary)
     else:
         from muzerox.report import print_table
 
@@ -201,7 +201,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.keys:
         sections["configuration keys"] = {path: info.describe(field) for path, field in paths().items()}
     if args.json:
-        print(json.dumps({**sections.pop("muzerox"), **sections}))
+        answer({**sections.pop("muzerox"), **sections})
     else:
         for title, rows in sections.items():
             print_table(title, rows)
@@ -244,7 +244,8 @@ def _run(argv: Sequence[str] | None) -> int:
         # Tracing makes millions of short-lived containers, and imports long-lived ones: look through them less often.
         gc.freeze()
         gc.set_threshold(100_000, 50, 50)
-        return args.run(args)
+        with kept_for_answers() if getattr(args, "json", False) else contextlib.nullcontext():
+            return args.run(args)
     except UserError as error:
         tell(f"{command}: {error}")
         return 2

@@ -21,7 +21,10 @@ Run = Callable[[argparse.Namespace], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """A subcommand. ``run(args)`` returns the exit code; results go to stdout, everything else to stderr."""
+    """A subcommand. ``run(args)`` returns the exit code; results go to stdout, everything else to stderr.
+
+    Under ``--json`` what ``run`` gives to :func:`muzerox.streams.answer` is all that reaches stdout.
+    """
 
     name: str
     help: str

@@ -66,7 +66,8 @@ def make_choose(algorithm: Algorithm, *, random_action: float = 0.0) -> Callable
         decision = algorithm.act(key, params, observation, legal, True)
         if not random_action:
             return Choice(decision.action, decision.policy, None)
-        key_draw, key_which = jax.random.split(jax.random.fold_in(key, 0))
+        # A stream of its own: the search splits this key, and fold_in with a small number is one of the parts.
+        key_draw, key_which = jax.random.split(jax.random.fold_in(key, 2**31 - 2))
         drawn = jax.random.bernoulli(key_draw, random_action, decision.action.shape)
         allowed = jnp.ones(decision.policy.shape, jnp.bool_) if legal is None else legal
         action = jnp.where(drawn, random_opponent(key_which, observation, allowed), decision.action)

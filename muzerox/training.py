@@ -350,16 +350,16 @@ def _check_progress(config: Config, skips: Skips) -> None:
 def _stop_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Ctrl-C, SIGTERM and SIGUSR1 ask the loop to save and stop, and call ``interrupt``.
 
-    A second Ctrl-C or SIGTERM acts at once. SIGUSR1 is what schedulers send ahead of the end, and what tells a training that
-    whoever followed it is gone: once for each thread of that process, so that a second one means nothing.
+    Ctrl-C after any of them acts at once. A second one of the others means nothing: schedulers send SIGTERM to every process of
+    a job, so that a training that is followed has one from each; and SIGUSR1, which is sent ahead of the end, and which tells a
+    training that whoever followed it is gone, comes once for each thread of that process.
     """
     received: list[int] = []
     previous: dict[int, Any] = {}
 
     def handle(number: int, _frame: Any) -> None:
         received.append(number)
-        if number != signal.SIGUSR1:
-            signal.signal(number, previous[number])
+        signal.signal(signal.SIGINT, previous[signal.SIGINT])
         interrupt()
 
     try:

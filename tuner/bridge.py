@@ -25,7 +25,7 @@ from muzerox.errors import ConfigError, RunFailed, UserError
 from muzerox.lazy import lazy_names
 from muzerox.report import make_console, print_table
 from muzerox.run_dir import RunDir, write_atomically
-from muzerox.streams import tell
+from muzerox.streams import answer, tell
 
 if TYPE_CHECKING:
     from muzerox.algorithms import make_algorithm
@@ -61,6 +61,7 @@ __all__ = [
     "add_output_arguments",
     "allocated",
     "allocation_checked",
+    "answer",
     "ask_live",
     "available_cores",
     "available_memory",

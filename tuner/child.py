@@ -24,12 +24,11 @@ from tuner.bridge import Config, RunDir, ask_live, can_change_live, toml, write_
 POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # and ten times what a start took before: after these a change has failed
 STOPPED = 130  # exit code of a training that was told to stop
-# The same, of a process that did not heed signals yet, or was told twice.
+# The same, of a process that did not heed signals yet, or was told to hurry.
 _UNHEEDED = (-signal.SIGTERM, -signal.SIGINT)
 
-# Before the training's own interpreter: a killed tuner has the training save and stop, so that it can be resumed at once. Not by
-# SIGTERM, which a switch may have sent already: a second one ends it without saving. The request outlives exec. Linux only;
-# elsewhere the training goes on by itself.
+# Before the training's own interpreter: a killed tuner has the training save and stop, so that it can be resumed at once. The
+# request outlives exec. Linux only; elsewhere the training goes on by itself.
 _DIE_POLITELY = """
 import ctypes, os, signal, sys
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -71,14 +70,14 @@ class Child:
         return code
 
     def stop(self) -> None:
-        """Asks it to save and stop, once: a second request would end it before it has saved."""
+        """Asks it to save and stop, once."""
         if not self._asked:
             self._asked = True
             self._process.terminate()
 
     def hurry(self) -> None:
-        """Asks it again: it ends without saving."""
-        self._process.terminate()
+        """Asks it as a second Ctrl-C does: it ends without saving."""
+        self._process.send_signal(signal.SIGINT)
 
     def send(self, number: int) -> None:
         """Sends it and its simulators a signal."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -18,6 +17,7 @@ from tuner.bridge import (
     UserError,
     add_config_arguments,
     add_output_arguments,
+    answer,
     make_config,
     print_table,
     tell,
@@ -146,7 +146,7 @@ def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict
     from tuner.report import pipeline_row, wait_rows
 
     if as_json:
-        print(json.dumps(figures))
+        answer(figures)
         return
     shown = {name: value for name, value in figures.items() if value is not None}
     for name in ("peak_bytes", "device_peak_bytes"):

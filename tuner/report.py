@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from predictor import Hardware, Outcome
-from tuner.bridge import Config, make_console, print_table, tell
+from tuner.bridge import Config, answer, make_console, print_table, tell
 from tuner.history import Trial
 
 if TYPE_CHECKING:
@@ -158,7 +157,7 @@ def print_tuning(result: TuneResult, out: object, *, as_json: bool) -> int:
     """
     best = f"{result.out}/tuned.toml"
     if as_json:
-        print(json.dumps(result.to_dict()))
+        answer(result.to_dict())
     else:
         print_trials(result.history)
         files = {"tuned configuration": best, "report": f"{result.out}/report.html"}

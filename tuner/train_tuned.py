@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner.bridge import Extension, RunDir, RunFailed, UserError, make_config, parse_assignment, print_table, tell
+from tuner.bridge import Extension, RunDir, RunFailed, UserError, answer, make_config, parse_assignment, print_table, tell
 from tuner.cli import as_typed, stay_off_the_accelerator
 from tuner.switches import Switch
 
@@ -82,7 +82,7 @@ def _tune_then_train(args: argparse.Namespace) -> int:
     factor = balance_of(result.config, use, result.hardware)
     if args.json:
         tuning = {"tuning": result.to_dict(), "balance_factor": factor, "switches": [vars(switch) for switch in how.switches]}
-        print(json.dumps({**json.loads(how.said or "{}"), **tuning}))
+        answer({**json.loads(how.said or "{}"), **tuning})
     else:
         print(how.said, end="")
     _say_unsaved(how, f"--resume {out}" if run.config_file.exists() else f"--config {tuned} --out {out}")
@@ -114,7 +114,10 @@ def _resume_in_phases(args: argparse.Namespace) -> int:
     sets = [part for text in args.assignments for part in ("--set", text)]
     arguments = ["--resume", args.resume, *sets]
     how = train_in_phases(config, run, arguments, fingerprint(), as_json=args.json, most_memory_gib=most)
-    print(how.said, end="")
+    if args.json and how.said:
+        answer(json.loads(how.said))
+    else:
+        print(how.said, end="")
     _say_unsaved(how, f"--resume {args.resume}")
     return how.code
 

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import pickle
+import select
 import signal
 import sys
 import traceback
@@ -74,6 +75,20 @@ def _die_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
+def _outlive_requests(connection: Connection) -> None:
+    """Heeds SIGTERM only once the parent has closed its end: a scheduler sends it to every process of a job, and this one is
+    needed until what is learnt is saved. A handler, and not SIG_IGN, which the simulator's own processes would inherit.
+    """
+
+    def handle(number: int, _frame: Any) -> None:
+        closed = select.poll()
+        closed.register(connection.fileno(), 0)  # errors and hang-ups are told in any case
+        if closed.poll(0):
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, handle)
+
+
 def _serve(connection: Connection, memory: int) -> None:
     from muzerox.envs.registry import make_simulators
     from muzerox.envs.simulators import closing
@@ -109,6 +124,7 @@ def main(control: int, memory: int, lifeline: int) -> None:
         os.set_inheritable(descriptor, False)
     _die_with_parent(lifeline)
     connection = Connection(control)
+    _outlive_requests(connection)
     code = 0
     try:
         _serve(connection, memory)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +23,12 @@ from muzerox.run_dir import RunDir
 from muzerox.streams import tell
 
 OTHER = """
-import signal
+import ctypes, os, signal, subprocess
 
+from muzerox.cli import add_output_arguments
 from muzerox.commands import Command, Extension
 from muzerox.report import print_table
+from muzerox.streams import answer
 
 def _greet(args):
     print(f"hello {args.who}")
@@ -45,6 +49,16 @@ def _show(args):
 def _lose(args):
     raise BrokenPipeError(32, "a worker has ended")
 
+def _chatter(args):
+    print("from Python")
+    os.write(1, b"from the system\\n")
+    ctypes.CDLL(None).puts(b"from C")  # which holds it until the process ends, or longer than we do
+    subprocess.run(["echo", "from another process"], check=True)
+    answer({"said": "enough"})
+    print("and more")
+    return 0
+
+CHATTER = Command(name="chatter", help="prints", description="Prints.", add_arguments=add_output_arguments, run=_chatter)
 SHOW = Command(name="show", help="shows", description="Shows.", add_arguments=lambda p: None, run=_show)
 LOSE = Command(name="lose", help="loses", description="Loses.", add_arguments=lambda p: None, run=_lose)
 
@@ -67,7 +81,9 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    entries = "".join(f"{n.lower()} = other_commands:{n}\n" for n in ("GREET", "INTERRUPT", "SHOW", "LOSE", "POLITE", "LOUD"))
+    entries = "".join(
+        f"{n.lower()} = other_commands:{n}\n" for n in ("GREET", "INTERRUPT", "SHOW", "LOSE", "CHATTER", "POLITE", "LOUD")
+    )
     (info / "entry_points.txt").write_text(f"[muzerox.commands]\n{entries}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_commands", raising=False)
@@ -86,7 +102,9 @@ def test_command_and_extension_of_another(capsys: pytest.CaptureFixture[str]) ->
     assert main(["greet", "--before"]) == 6
     assert capsys.readouterr().out == "before\nhello you\n"
     assert main(["info", "--json", "--before"]) == 1
-    assert capsys.readouterr().out.startswith("before\n{")
+    printed = capsys.readouterr()
+    assert json.loads(printed.out), "one object on stdout and nothing else"
+    assert printed.err.startswith("before\n")
     assert main(["info", "--json"]) == 0  # its own options are untouched
     json.loads(capsys.readouterr().out)
 
@@ -103,6 +121,29 @@ def test_an_interrupt_before_a_command_is_known_is_one_line(
     monkeypatch.setattr("muzerox.cli.make_parser", lambda: signal.default_int_handler(signal.SIGINT, None))
     assert main(["info"]) == 130
     assert capsys.readouterr().err == "muzerox: interrupted\n"
+
+
+CHATTER = [sys.executable, "-c", "from muzerox.cli import command; command()", "chatter", "--json"]
+
+
+@pytest.mark.usefixtures("other")
+def test_what_simulators_print_is_not_on_stdout_beside_an_answer(tmp_path: Path) -> None:
+    done = subprocess.run(CHATTER, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, '{"said": "enough"}\n')
+    assert sorted(done.stderr.splitlines()) == ["and more", "from C", "from Python", "from another process", "from the system"]
+
+
+@pytest.mark.usefixtures("other")
+@pytest.mark.parametrize(
+    ("ending", "said", "code"), [(">/dev/full", "No space left on device", 1), ("| true", "", 0), (">&-", "", 0)]
+)
+def test_an_answer_that_cannot_be_written_is_one_line(ending: str, said: str, code: int, tmp_path: Path) -> None:
+    shell = f"set -o pipefail; sleep 0.1; {shlex.join(CHATTER)} {ending}"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert said in done.stderr
 
 
 @pytest.fixture
