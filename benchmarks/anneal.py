@@ -136,11 +136,11 @@ def make_problem(heard: bool) -> tuple[Any, tuple[Any, ...]]:
 
     from predictor import RuntimePredictor, hardware_rates
     from tuner.bridge import Config, concrete
-    from tuner.fingerprint import fingerprint
+    from tuner.measuring.fingerprint import fingerprint
+    from tuner.measuring.workload import describe
     from tuner.objective import Limits, excluded
     from tuner.residual import make_residual
     from tuner.space import knobs_up_to, make_space
-    from tuner.workload import describe
 
     hardware = dataclasses.replace(fingerprint(), cores=64)
     base = describe(concrete(Config.preset("gymnasium:CartPole-v1").replace("runtime.kind", "sebulba"), "cpu"))

@@ -36,7 +36,7 @@ class Laboratory:
     def __init__(self) -> None:
         from predictor import RuntimePredictor
         from tuner.bridge import enable_cache
-        from tuner.fingerprint import fingerprint
+        from tuner.measuring.fingerprint import fingerprint
 
         enable_cache()
         self.hardware = fingerprint(say=console.print)
@@ -51,7 +51,7 @@ class Laboratory:
 
     def run(self, config: Any, repeats: int = 5, seconds: float = BURST) -> Any:
         """A measurement, which the predictor learns from."""
-        from tuner.measure import measure_config
+        from tuner.measuring.measure import measure_config
 
         (measurement,) = measure_config(config, hardware=self.hardware, repeats=repeats, seconds=seconds)
         return self._learn(measurement)
@@ -66,7 +66,7 @@ class Laboratory:
     def follow(self, config: Any) -> list[tuple[Any, Any]]:
         """Runs of a configuration under allocations that are corrected until nothing is to be, or so often as is allowed."""
         from tuner.corrections import corrected
-        from tuner.measure import measure_beside
+        from tuner.measuring.measure import measure_beside
 
         runs = [(config, self.run(config))]
         while len(runs) <= MOST:
@@ -79,7 +79,7 @@ class Laboratory:
 
 def _leg(lab: Laboratory, name: str, config: Any, others: list[Any]) -> dict[str, Any]:
     """One series of corrections, and the seconds of where it ends over the best of ``others`` and its own, in alternation."""
-    from tuner.measure import measure_in_alternation, paired_ratio
+    from tuner.measuring.measure import measure_in_alternation, paired_ratio
 
     begin = time.perf_counter()
     runs = lab.follow(config)
@@ -122,7 +122,7 @@ def random_starts(lab: Laboratory, seed: int, count: int) -> dict[str, Any]:
     from predictor import Outcome
     from tuner import balance, resources
     from tuner.loop import space_around
-    from tuner.workload import describe
+    from tuner.measuring.workload import describe
 
     rng, outcomes, margins = np.random.default_rng(seed), [], []
     spaces: dict[tuple[str, int], tuple[Any, Any]] = {}

@@ -95,8 +95,8 @@ def points_of(task: Task, hardware: Any, most_seconds: float, first: int) -> Ite
 
     from predictor import RuntimePredictor
     from tuner.bridge import Config, ConfigError, concrete
-    from tuner.session import cycle_of
-    from tuner.workload import describe
+    from tuner.measuring.session import cycle_of
+    from tuner.measuring.workload import describe
 
     axes, model = choices_of(task, hardware), RuntimePredictor()
     sobol = qmc.Sobol(len(axes), seed=TASKS.index(task))
@@ -165,7 +165,7 @@ def describe_again(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any
 
     from predictor.schema import SCHEMA
     from tuner.bridge import Config
-    from tuner.workload import describe
+    from tuner.measuring.workload import describe
 
     for row in track(rows, "configurations", console=console):
         old = row["measurement"]
@@ -239,7 +239,7 @@ def main() -> None:
         parser.error(f"--count ({args.count}) must be at least 1, --again ({args.again}) at least 0")
     use_device(args.device)
 
-    from tuner.fingerprint import fingerprint
+    from tuner.measuring.fingerprint import fingerprint
 
     hardware = fingerprint()
     import jax

@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     import jax
 
-    from tuner.fingerprint import cpu_name
+    from tuner.measuring.fingerprint import cpu_name
 
     cpuinfo = Path("/proc/cpuinfo")
     model = (cpu_name(cpuinfo.read_text()) if cpuinfo.exists() else "") or platform.processor() or platform.machine()

@@ -130,7 +130,7 @@ def main() -> None:
     args = parser.parse_args()
     use_device(args.device)
 
-    from tuner.fingerprint import fingerprint
+    from tuner.measuring.fingerprint import fingerprint
 
     hardware = fingerprint()
     import jax

@@ -43,8 +43,8 @@ def main() -> None:
     from muzerox import Config
     from predictor import Outcome, RuntimePredictor
     from tuner.bridge import concrete
-    from tuner.fingerprint import fingerprint
-    from tuner.measure import measure_in_alternation, paired_ratio
+    from tuner.measuring.fingerprint import fingerprint
+    from tuner.measuring.measure import measure_in_alternation, paired_ratio
 
     console, hardware = make_console(), fingerprint()
     predictor = RuntimePredictor.pretrained()

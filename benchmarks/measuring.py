@@ -83,7 +83,7 @@ def probe() -> float:
 
 def measure(together: Sequence[Point], hardware: Any, args: Any) -> list[dict[str, Any]]:
     """The rows of processes that are measured in alternation."""
-    from tuner.measure import Bursts, Timing, measure_timings
+    from tuner.measuring.measure import Bursts, Timing, measure_timings
 
     before, timings, first = probe(), [], 0
     try:

@@ -85,7 +85,7 @@ def best_static(setting: Setting, hardware: Any, rounds: int) -> tuple[Any, dict
     """The fastest as the training begins, and steps/s of each."""
     from muzerox import Config
     from tuner.bridge import concrete
-    from tuner.measure import measure_in_alternation
+    from tuner.measuring.measure import measure_in_alternation
 
     base = Config.preset(setting.env).replace({**setting.changes, "train.max_env_steps": setting.steps})
     combinations = [dict(zip(setting.static, values, strict=True)) for values in itertools.product(*setting.static.values())]
@@ -102,10 +102,10 @@ def compile_annealer(config: Any, hardware: Any) -> None:
 
     from predictor import RuntimePredictor
     from tuner.bridge import enable_cache
+    from tuner.following.phases import Level
+    from tuner.following.retune import measured
     from tuner.neighbourhood import resumable_space
-    from tuner.phases import Level
     from tuner.proposer import Proposer
-    from tuner.retune import measured
 
     enable_cache()
     space = resumable_space(config, hardware.platform)
@@ -117,7 +117,7 @@ def compile_annealer(config: Any, hardware: Any) -> None:
 def train(config: Any, hardware: Any, folder: Path, *, phased: bool, change: int) -> dict[str, Any]:
     """One whole training. ``change``: steps after which the regime changes; 0: never."""
     from tuner.bridge import RunDir, toml
-    from tuner.retune import train_in_phases
+    from tuner.following.retune import train_in_phases
 
     folder.mkdir(parents=True)
     os.environ.update(REGIME_COUNTER=str(folder / "steps"), REGIME_CHANGE=str(change))
@@ -141,9 +141,9 @@ def train(config: Any, hardware: Any, folder: Path, *, phased: bool, change: int
 
 def following(config: Any, hardware: Any, folder: Path, seconds: float) -> dict[str, Any]:
     """Updates a second of one training while it is followed, over those while it is not: mean, its standard error, and turns."""
-    from tuner import phases
     from tuner.bridge import RunDir, toml
-    from tuner.child import POLL_SECONDS, Training
+    from tuner.following import phases
+    from tuner.following.process import POLL_SECONDS, Training
 
     os.environ.update(REGIME_COUNTER=str(folder / "steps"), REGIME_CHANGE="0")
     file, run = folder / "config.toml", RunDir(folder / "run")
@@ -199,7 +199,7 @@ def main() -> None:
     sys.path.append(simulators)
     from rich.table import Table
 
-    from tuner.fingerprint import fingerprint
+    from tuner.measuring.fingerprint import fingerprint
 
     kinds = ["none"] if args.following else args.only or ["change", "none", "deeper"]
     hardware = fingerprint()

@@ -40,7 +40,7 @@ def random_start(env: str, seed: int) -> Any:
 
     from muzerox import Config
     from tuner.bridge import concrete
-    from tuner.fingerprint import fingerprint
+    from tuner.measuring.fingerprint import fingerprint
     from tuner.neighbourhood import space_around
     from tuner.space import feasible, workloads
 
@@ -58,10 +58,10 @@ def random_start(env: str, seed: int) -> Any:
 def tune_once(start: Any, budget: str, out: Path, home: Path) -> tuple[Any, dict[str, Any]]:
     """The result of a tuning, and its row without the comparison. ``home`` is where it finds and leaves what is known."""
     from tuner.bridge import load_config, toml
-    from tuner.fingerprint import fingerprint
     from tuner.history import TuneDir
-    from tuner.html_report import changed
-    from tuner.report import error
+    from tuner.measuring.fingerprint import fingerprint
+    from tuner.reporting.html_report import changed
+    from tuner.reporting.tables import error
     from tuner.result import TuneResult
 
     home.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def compare(results: Sequence[Any], further: Sequence[Any], processes: int, roun
     process that has had its part of the ``minutes`` begins none, but for its part of FEWEST_ROUNDS.
     """
     from predictor import Outcome
-    from tuner.measure import measure_in_alternation
+    from tuner.measuring.measure import measure_in_alternation
 
     ends = [result.config for result in (*results, *further)]
     configs = list({repr(config): config for config in (*(result.start for result in results), *ends)}.values())

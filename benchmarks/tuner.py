@@ -42,8 +42,8 @@ class Grid:
     def __init__(self, task: Task, rows: list[dict[str, Any]]):
         from predictor import Measurement
         from tuner.bridge import Config
+        from tuner.measuring.workload import describe
         from tuner.space import knobs_up_to, make_space
-        from tuner.workload import describe
 
         measured: dict[Point, list[tuple[Any, float]]] = {}
         own = [(row, factor) for row, factor in zip(rows, at_reference_speed(rows), strict=True) if row["task"] == task.name]

@@ -2,7 +2,7 @@
 
 result = tuner.tune(config, budget="5m", out="runs/tuning")
 result.config, result.speedup, result.history
-tuner.measure_config(config, hardware=tuner.fingerprint.fingerprint())
+tuner.measure_config(config, hardware=tuner.measuring.fingerprint.fingerprint())
 tuner.anneal.run(key, energy, sizes)  # any batched energy
 
 Only ``tuner.bridge`` may import ``muzerox``, which import-linter enforces.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuner.loop import tune
-    from tuner.measure import measure_config, measure_in_alternation
+    from tuner.measuring.measure import measure_config, measure_in_alternation
     from tuner.result import TuneResult
 
 __all__ = ["TuneResult", "anneal", "measure_config", "measure_in_alternation", "tune"]

@@ -95,7 +95,7 @@ def _tune(args: argparse.Namespace) -> int:
     from tuner.goal import Goal
     from tuner.loop import tune
     from tuner.objective import STALENESS_PRICE
-    from tuner.report import print_tuning
+    from tuner.reporting.tables import print_tuning
 
     with as_typed(_TYPED):
         goal = Goal.parse(args.objective, args.prices, args.max_cores, args.max_memory)
@@ -143,7 +143,7 @@ def _figures(record: Any) -> dict[str, Any]:
 
 
 def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict[str, float], *, as_json: bool) -> None:
-    from tuner.report import pipeline_row, wait_rows
+    from tuner.reporting.tables import pipeline_row, wait_rows
 
     if as_json:
         answer(figures)
@@ -187,9 +187,9 @@ def _measure_arguments(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace) -> int:
     from predictor import Outcome
     from tuner.bridge import allocation_checked, concrete
-    from tuner.fingerprint import fingerprint
     from tuner.history import share, shared_store
-    from tuner.measure import measure_config
+    from tuner.measuring.fingerprint import fingerprint
+    from tuner.measuring.measure import measure_config
 
     if not 1 <= args.repeats <= 10_000:
         raise UserError("--repeats", args.repeats, "must be from 1 to 10000", 1 if args.repeats < 1 else 10_000)
@@ -223,7 +223,7 @@ def _check_memory(config: Config) -> None:
     """Refuses a replay that the memory asked for cannot hold, before the machine is measured."""
     from tuner.bridge import concrete
     from tuner.corrections import check_memory
-    from tuner.workload import describe
+    from tuner.measuring.workload import describe
 
     served = concrete(config, "cpu")  # whatever the platform, the replay takes as much
     check_memory(served, describe(served))
@@ -237,9 +237,9 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 def _predict(args: argparse.Namespace) -> int:
     from predictor import RuntimePredictor, usable
     from tuner.bridge import allocation_checked, concrete, enable_cache
-    from tuner.fingerprint import fingerprint
     from tuner.history import HISTORY, shared_measurements
-    from tuner.workload import describe, whole_training
+    from tuner.measuring.fingerprint import fingerprint
+    from tuner.measuring.workload import describe, whole_training
 
     stay_off_the_accelerator()
     config = allocation_checked(make_config(args))
@@ -281,8 +281,8 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _info_with_fingerprint(info: Any) -> Any:
     def run(args: argparse.Namespace) -> int:
-        from tuner.fingerprint import fingerprint
-        from tuner.report import machine_rows
+        from tuner.measuring.fingerprint import fingerprint
+        from tuner.reporting.tables import machine_rows
 
         args.machine = lambda: {"measured rates": machine_rows(fingerprint(again=args.remeasure))}
         return info(args)

@@ -14,7 +14,7 @@ from scipy.special import stdtr
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config
 from tuner.history import Trial
-from tuner.measure import measure_in_alternation, paired_ratio
+from tuner.measuring.measure import measure_in_alternation, paired_ratio
 
 LUCK = 0.05  # how often one that is no faster than the start may be chosen all the same
 MIN_GAIN = 1.02  # a candidate that is not faster than the start by this much, in alternation, is not worth a change

@@ -19,7 +19,7 @@ from predictor.memory import replay_resident_bytes
 from tuner import allocate, balance, resources
 from tuner.bridge import GIB, Config, UserError
 from tuner.history import Trial
-from tuner.workload import describe
+from tuner.measuring.workload import describe
 
 ROLE = "balanced"  # of a trial: the best configuration so far under a corrected allocation
 EVERY = 6  # one trial in so many may be such a one

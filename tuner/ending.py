@@ -10,19 +10,19 @@ import numpy as np
 
 from predictor import Measurement, Outcome
 from tuner import balance, comparison, corrections, resources
-from tuner.anchor import Anchor
 from tuner.bridge import Config
 from tuner.comparison import MIN_GAIN, Schedule
 from tuner.disk import saving
 from tuner.history import Trial
-from tuner.html_report import write_report
 from tuner.levels import Levels
-from tuner.measure import paired_ratio, patience
+from tuner.measuring.anchor import Anchor
+from tuner.measuring.measure import paired_ratio, patience
+from tuner.measuring.workload import describe
 from tuner.proposer import Proposer
-from tuner.report import draw_history
+from tuner.reporting.html_report import write_report
+from tuner.reporting.tables import draw_history
 from tuner.result import TuneResult
 from tuner.task import Task
-from tuner.workload import describe
 
 
 class Ending:

@@ -14,7 +14,7 @@ from predictor import Measurement, OtherVersion, SchemaError, Store
 from tuner import plain
 from tuner.bridge import Config, RunDir, UserError, home, load_config, toml, write_atomically
 from tuner.disk import kept, saving
-from tuner.drift import Drift
+from tuner.measuring.drift import Drift
 
 HISTORY = 256  # of the newest measurements made here before: more make a fit slow and no better
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from predictor import Hardware
 from tuner.bridge import REFERENCE, Config
 from tuner.comparison import MIN_GAIN
-from tuner.drift import Drift, measure_drift
 from tuner.history import Trial, TuneDir
-from tuner.measure import TIMEOUT
+from tuner.measuring.drift import Drift, measure_drift
+from tuner.measuring.measure import TIMEOUT
 
 
 class Levels:

@@ -22,22 +22,22 @@ import numpy as np
 
 from predictor import Measurement, Outcome, RuntimePredictor
 from tuner import comparison, corrections, resources
-from tuner.anchor import Anchor
 from tuner.bridge import Config, UserError, allocation_checked, concrete, enable_cache, get
 from tuner.ending import Ending
-from tuner.fingerprint import fingerprint
 from tuner.goal import Goal
 from tuner.history import HISTORY, Trial, TuneDir, share, shared_measurements, shared_store
 from tuner.levels import Levels
-from tuner.live import Progress
-from tuner.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, patience
+from tuner.measuring.anchor import Anchor
+from tuner.measuring.fingerprint import fingerprint
+from tuner.measuring.measure import BURST_SECONDS, ENOUGH_SECONDS, measure_beside, measure_config, patience
+from tuner.measuring.worker_client import started_ahead
+from tuner.measuring.workload import describe
 from tuner.neighbourhood import space_around
 from tuner.objective import STALENESS_PRICE, every_point_with
 from tuner.proposer import COLDEST, NOTHING, Proposer, temperature_of
+from tuner.reporting.progress import Progress
 from tuner.result import TuneResult, parse_budget
 from tuner.task import Task
-from tuner.worker_client import started_ahead
-from tuner.workload import describe
 
 AHEAD = 10  # trials: what none of so many more is expected to gain anything by is not begun
 HOPELESS = 3.0  # times the seconds of the best: a trial that is slower is not timed to the end

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from tuner.bridge import RESUMABLE, Config, bounded_num_envs, bounded_staleness, get, valid
+from tuner.measuring.workload import describe
 from tuner.space import Space, knobs_up_to, make_space
-from tuner.workload import describe
 
 
 def space_around(start: Config, effect: str, platform: str, max_cores: int | None = None) -> Space:

@@ -12,8 +12,8 @@ from predictor import Hardware, Measurement, SchemaError
 from tuner import plain
 from tuner.bridge import Config, UserError
 from tuner.comparison import speedup_interval
-from tuner.drift import Drift
 from tuner.history import Trial
+from tuner.measuring.drift import Drift
 
 _RULES = {
     "out": plain.TEXT,

@@ -9,9 +9,9 @@ from predictor import Hardware
 from tuner.bridge import Config
 from tuner.goal import Goal
 from tuner.history import TuneDir
-from tuner.live import Progress
-from tuner.measure import BURST_SECONDS
+from tuner.measuring.measure import BURST_SECONDS
 from tuner.objective import STALENESS_PRICE
+from tuner.reporting.progress import Progress
 from tuner.space import Space
 
 

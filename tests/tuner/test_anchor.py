@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from predictor import Hardware, Measurement, Outcome, Workload
-from tuner.anchor import Anchor
 from tuner.bridge import Config
-from tuner.measure import HOPELESS_BURSTS, measure_config
+from tuner.measuring.anchor import Anchor
+from tuner.measuring.measure import HOPELESS_BURSTS, measure_config
 
 
 def known(machine: Hardware, workload: Workload, seconds: float, **fields: object) -> Measurement:

@@ -16,9 +16,9 @@ from tuner import loop
 from tuner.bridge import Config, UserError, concrete, get, load_config
 from tuner.goal import Goal
 from tuner.history import Trial, TuneDir
+from tuner.measuring.workload import describe
 from tuner.neighbourhood import space_around
 from tuner.result import TuneResult
-from tuner.workload import describe
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from tuner.allocate import Limits
 from tuner.balance import NOTHING, Seen, State, correct
 from tuner.bridge import Config, UserError, concrete, get
 from tuner.history import Trial
+from tuner.measuring.workload import describe
 from tuner.neighbourhood import space_around
-from tuner.workload import describe
 
 ROOM = Limits(np.zeros(3), np.full(3, 100.0))
 ZERO = np.zeros(3)

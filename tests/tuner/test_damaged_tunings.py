@@ -14,8 +14,8 @@ import pytest
 from muzerox import UserError
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, Workload
 from tuner.bridge import Config
-from tuner.fingerprint import fingerprint
 from tuner.history import Trial, TuneDir
+from tuner.measuring.fingerprint import fingerprint
 from tuner.result import TuneResult
 
 
@@ -165,7 +165,7 @@ def test_a_result_must_be_an_object(text: str, tmp_path: Path) -> None:
 
 def test_a_folder_in_the_place_of_a_file_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, home = TuneDir(tmp_path), tmp_path / "home"
-    monkeypatch.setattr("tuner.fingerprint._cheap_key", lambda: "key")
+    monkeypatch.setattr("tuner.measuring.fingerprint._cheap_key", lambda: "key")
     monkeypatch.setenv("MUZEROX_HOME", str(home))
     for file, reads in (
         (folder.result_file, folder.result),

@@ -13,7 +13,7 @@ import pytest
 
 from predictor import Hardware
 from tuner.bridge import Config
-from tuner.measure import Bursts, Reference, Timing, measure_timings
+from tuner.measuring.measure import Bursts, Reference, Timing, measure_timings
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -15,18 +15,18 @@ import jax
 import numpy as np
 import pytest
 
-import tuner.drift
 import tuner.levels
+import tuner.measuring.drift
 from muzerox.drift import Learnt, Numbers, compare, learn_and_draw, make_numbers
 from muzerox.types import EnvSpec
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.bridge import Config, UserError, concrete
-from tuner.drift import LIMITS, Drift, Figures, make_figures, measure_drift
 from tuner.history import Trial, TuneDir
 from tuner.levels import Levels
+from tuner.measuring.drift import LIMITS, Drift, Figures, make_figures, measure_drift
+from tuner.measuring.worker_client import Worker
 from tuner.objective import ANY, every_point_with, excluded
 from tuner.space import knobs_up_to, make_space
-from tuner.worker_client import Worker
 
 FINE = Figures(
     policy_kl=(1e-4, 2e-4),
@@ -186,7 +186,7 @@ def test_a_worker_that_dies_is_one_line_and_the_level_is_out_also_after_a_resume
     trials: list[Trial], machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, folder, said = Config.from_dict(trials[0].config), TuneDir(tmp_path), []
-    monkeypatch.setattr(tuner.drift, "Worker", DyingWorker)
+    monkeypatch.setattr(tuner.measuring.drift, "Worker", DyingWorker)
     levels = Levels(start, machine, folder, said.append)
     assert levels.trusted(trials) == trials[:1]  # nothing is known of the others
     assert levels.newly_refused(trials, seconds_of) == ["O1"]  # O2 does not beat the start by enough to be worth examining
@@ -248,7 +248,7 @@ def test_levels_are_examined_together_and_told_apart(
 def test_one_that_failed_beside_the_one_that_was_asked_for_is_examined_again(
     trials: list[Trial], machine: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuner.drift, "Worker", DyingWorker)
+    monkeypatch.setattr(tuner.measuring.drift, "Worker", DyingWorker)
     levels = Levels(Config.from_dict(trials[0].config), machine, TuneDir(tmp_path), lambda _: None, choices=("O0", "O1", "O2"))
     assert levels.newly_refused(trials, seconds_of) == ["O1"]
     assert [drift.level for drift in levels.drifts] == ["O1"]

@@ -10,8 +10,8 @@ import pytest
 
 from muzerox.networks.layers import relu
 from tuner.bridge import Config, concrete
-from tuner.flops import count_cost
-from tuner.workload import describe
+from tuner.measuring.flops import count_cost
+from tuner.measuring.workload import describe
 
 
 def test_costs_are_counted_from_the_trace() -> None:

@@ -15,16 +15,16 @@ import pytest
 from muzerox.config_io import parse_assignment
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
 from tuner.bridge import Config, concrete, get
-from tuner.charts import linear_axis
-from tuner.effects import chosen_trial, effects
 from tuner.history import Trial
-from tuner.html_report import View, assignment, changed, covered, paired_ratios, render, versions, view, write_report
 from tuner.loop import space_around
-from tuner.measure import paired_ratio
+from tuner.measuring.measure import paired_ratio
+from tuner.measuring.workload import describe
+from tuner.reporting.charts import linear_axis
+from tuner.reporting.effects import chosen_trial, effects
+from tuner.reporting.html_report import View, assignment, changed, covered, paired_ratios, render, versions, view, write_report
 from tuner.resources import use_of
 from tuner.result import TuneResult
 from tuner.space import Space
-from tuner.workload import describe
 
 HOSTILE = "<script>alert('1')</script> \"quoted\" & <b>bold</b> \x1b[31m\x00 \udcff"
 VOID = {"meta"}

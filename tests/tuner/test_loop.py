@@ -22,18 +22,18 @@ from tuner import comparison, ending, loop
 from tuner.bridge import load_config
 from tuner.comparison import MIN_GAIN
 from tuner.corrections import EVERY, ROLE
-from tuner.fingerprint import fingerprint
 from tuner.goal import Goal
 from tuner.history import Trial, TuneDir, share, shared_store
-from tuner.live import Progress
 from tuner.loop import _Tuning, trial_seconds
+from tuner.measuring.fingerprint import fingerprint
+from tuner.measuring.workload import describe, host_step_seconds
 from tuner.neighbourhood import space_around
 from tuner.objective import NO_POINT, RESOURCE_PRICE, Limits, energy
 from tuner.proposer import COLDEST, RANDOM_EVERY, SWITCHED_EVERY, SWITCHED_FIRST, VARIED_EVERY, VARIED_FIRST, temperature_of
-from tuner.report import closing_rows, median_errors, print_tuning
+from tuner.reporting.progress import Progress
+from tuner.reporting.tables import closing_rows, median_errors, print_tuning
 from tuner.residual import make_residual
 from tuner.task import Task
-from tuner.workload import describe, host_step_seconds
 
 TINY = {
     "replay.min_size": 64,

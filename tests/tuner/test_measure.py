@@ -19,7 +19,7 @@ from muzerox import usage
 from muzerox.compilation import cache_use
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.bridge import Config, concrete
-from tuner.measure import (
+from tuner.measuring.measure import (
     HOPELESS_BURSTS,
     Timing,
     measure_beside,
@@ -27,8 +27,8 @@ from tuner.measure import (
     measure_in_alternation,
     paired_ratio,
 )
-from tuner.worker_client import Worker, WorkerFailed, started_ahead
-from tuner.workload import describe
+from tuner.measuring.worker_client import Worker, WorkerFailed, started_ahead
+from tuner.measuring.workload import describe
 
 FIRST, CORES = min(os.sched_getaffinity(0)), len(os.sched_getaffinity(0))
 
@@ -77,7 +77,7 @@ def test_a_run_that_would_outgrow_its_allocation_when_it_saves_has_failed(tiny: 
 
 _TAKES_ITS_ALLOCATION = """
 from tuner.bridge import Config, allocated, enable_cache, measure_drift
-from tuner.session import Session
+from tuner.measuring.session import Session
 import jax, json
 from jax._src import xla_bridge
 
@@ -216,7 +216,7 @@ def test_who_was_suspended_hears_what_came_meanwhile() -> None:
     """Its time was over when it went on, and the answer was there."""
     script = """
 import time
-from tuner.worker_client import Worker
+from tuner.measuring.worker_client import Worker
 class Slow(Worker):
     command = ("-c", "import time; input(); time.sleep(0.5); print('{}', flush=True); input()")
 with Slow({}, timeout=2.0) as worker:
@@ -268,7 +268,7 @@ def test_a_loss_scale_that_is_yet_to_be_found_is_no_failure(tiny: Config, machin
 def test_a_worker_dies_with_its_parent(tiny: Config) -> None:
     request = json.dumps({"kind": "train", "config": tiny.to_dict(), "compile_cores": None})
     program = (
-        "import sys, json, time\nfrom tuner.worker_client import Worker\n"
+        "import sys, json, time\nfrom tuner.measuring.worker_client import Worker\n"
         f"worker = Worker(json.loads({request!r}))\n"
         "print(worker.pid, flush=True)\ntime.sleep(60)\n"
     )

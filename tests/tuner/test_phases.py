@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tuner import phases
-from tuner.phases import Report, State, pays, steps_left, verdict, watch
+from tuner.following import phases
+from tuner.following.phases import Report, State, pays, steps_left, verdict, watch
 
 STEP = 1e-4  # seconds an environment step
 CLOCKS = np.array([4e-4, 2e-3, 1e-2])  # of a row's environments, its search, a batch's targets

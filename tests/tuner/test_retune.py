@@ -16,14 +16,14 @@ import pytest
 
 from muzerox.cli import main
 from predictor import Hardware, Outcome
-from tuner import switches
 from tuner.bridge import RESUMABLE, Config, RunDir, UserError, concrete, get, toml
-from tuner.child import Follower
+from tuner.following import switches
+from tuner.following.phases import Level
+from tuner.following.process import Follower
+from tuner.following.retune import measured
+from tuner.following.switches import Switch
+from tuner.following.train_tuned import tuning_folder
 from tuner.neighbourhood import resumable_space
-from tuner.phases import Level
-from tuner.retune import measured
-from tuner.switches import Switch
-from tuner.train_tuned import tuning_folder
 
 ROW: dict[str, Any] = {"kind": "train", "episodes": 0, "num_simulations": 2, "skipped_updates": 0}
 
@@ -132,17 +132,17 @@ SETTINGS = {
     "train.target_return": None,  # nothing is left of a training whose return may be reached at any moment
 }
 BEFORE_SECONDS = 20.0  # of training until the regime changes: it has been seen what a phase costs
-# Of tuner.phases, where it does not matter how surely a switch is the right one.
+# Of tuner.following.phases, where it does not matter how surely a switch is the right one.
 SHORTER = {"SETTLE_SECONDS": 1, "REFERENCE_SECONDS": 4, "REFERENCE_REPORTS": 4, "WINDOW_SECONDS": 3, "WINDOW_REPORTS": 3}
 CHANGE = 32_000_000  # steps, which no machine makes meanwhile
 SIMULATORS = Path(__file__).parents[2] / "benchmarks" / "simulators"
 FOLLOW = """
 import sys
 from pathlib import Path
-from tuner import phases
+from tuner.following import phases
 from tuner.bridge import RunDir, load_config
-from tuner.fingerprint import fingerprint
-from tuner.retune import train_in_phases
+from tuner.measuring.fingerprint import fingerprint
+from tuner.following.retune import train_in_phases
 out = Path(sys.argv[1])
 for name, value in zip(sys.argv[2::2], map(float, sys.argv[3::2])):
     setattr(phases, name, value)
@@ -160,7 +160,7 @@ def with_simulators() -> dict[str, str]:
 
 
 def follow(folder: Path, **shorter: float) -> subprocess.Popen[bytes]:
-    """A training in phases whose simulators grow dear on the way; with constants of ``tuner.phases`` that are ``shorter``."""
+    """A training in phases whose simulators grow dear on the way; with ``shorter`` constants of ``phases``."""
     environment = with_simulators() | {"REGIME_COUNTER": str(folder / "steps"), "REGIME_CHANGE": str(CHANGE)}
     config = Config.preset("gymnasium:CartPole-v1").replace(SETTINGS)
     folder.mkdir(exist_ok=True)

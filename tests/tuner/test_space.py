@@ -14,11 +14,11 @@ from muzerox.config import Config, paths
 from muzerox.runtimes.sebulba.pipeline import make_window
 from predictor import Workload, staleness
 from predictor.graph import EDGE_TYPES, NODE_TYPES
-from tuner import workload
 from tuner.bridge import concrete, get
+from tuner.measuring import workload
+from tuner.measuring.workload import describe
 from tuner.neighbourhood import space_around
 from tuner.space import EFFECTS, KNOBS, Space, feasible, knobs_up_to, workloads
-from tuner.workload import describe
 
 
 def space_of(config: Config, effect: str = "neutral") -> Space:

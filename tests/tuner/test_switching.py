@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
-from tuner import retune, switches
 from tuner.bridge import Config, ConfigError, RunDir, concrete, get, toml
-from tuner.child import Child, Training
-from tuner.fingerprint import fingerprint
+from tuner.following import retune, switches
+from tuner.following.phases import Level, Reason, Report
+from tuner.following.process import Child, Training
+from tuner.following.retune import _Phases
+from tuner.following.switches import Switch
 from tuner.goal import Goal
-from tuner.phases import Level, Reason, Report
+from tuner.measuring.fingerprint import fingerprint
 from tuner.proposer import Proposer
-from tuner.retune import _Phases
-from tuner.switches import Switch
 
 ENDLESS = {"train.max_env_steps": 1_000_000_000, "train.eval_period": 1_000_000_000, "train.target_return": None}
 FLAT = Level(1e-3, 1e-3, (math.nan,) * 3, 10.0, 1.0, 2)  # costs of a stretch of training, of searches of 2 simulations
 FOLLOW = """
 import sys
 from tuner.bridge import RunDir, load_config
-from tuner.fingerprint import fingerprint
-from tuner.retune import train_in_phases
+from tuner.measuring.fingerprint import fingerprint
+from tuner.following.retune import train_in_phases
 start, run = sys.argv[1], RunDir(sys.argv[2])
 sys.exit(train_in_phases(load_config(start), run, ["--config", start, "--out", str(run.path)], fingerprint()).code)
 """
@@ -197,7 +197,7 @@ def try_split(tmp_path: Path, tiny: Config, monkeypatch: pytest.MonkeyPatch) -> 
         config, run = concrete(tiny.replace(ENDLESS), "cpu"), RunDir(tmp_path / "run")
         (tmp_path / "start.toml").write_text(toml(config))
         Disturbed.made, Disturbed.disturb = 0, staticmethod(disturb)
-        monkeypatch.setattr("tuner.child.Child", Disturbed)
+        monkeypatch.setattr("tuner.following.process.Child", Disturbed)
         follower = _Phases(config, run, fingerprint(), Goal(), as_json=True, quiet=True)
         training = follower.training
         with training.signals():

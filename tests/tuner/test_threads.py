@@ -20,13 +20,13 @@ from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, W
 from tuner import comparison
 from tuner.bridge import Config, concrete, make_window
 from tuner.history import TuneDir, shared_measurements
-from tuner.measure import Timing, measure_config, paired_ratio
+from tuner.measuring.measure import Timing, measure_config, paired_ratio
+from tuner.measuring.session import Session, cycle_of
+from tuner.measuring.workload import describe
 from tuner.neighbourhood import space_around
 from tuner.objective import ANY, NO_POINT, STALENESS_PRICE, Limits, energy, excluded, price
-from tuner.report import pipeline_row, wait_rows
+from tuner.reporting.tables import pipeline_row, wait_rows
 from tuner.residual import make_residual
-from tuner.session import Session, cycle_of
-from tuner.workload import describe
 
 
 def test_a_process_does_not_inherit_the_peak_of_who_started_it() -> None:

@@ -19,12 +19,12 @@ import pytest
 from muzerox.cli import main
 from predictor import Hardware, RuntimePredictor, Store
 from tuner.bridge import Config, concrete, load_config
-from tuner.fingerprint import cpu_name, fingerprint
+from tuner.following.retune import Trained
 from tuner.history import TuneDir
+from tuner.measuring.fingerprint import cpu_name, fingerprint
+from tuner.measuring.workload import describe
 from tuner.objective import STALENESS_PRICE
 from tuner.result import TuneResult
-from tuner.retune import Trained
-from tuner.workload import describe
 
 TINY = {
     "replay.min_size": 64,
@@ -318,7 +318,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         return Trained(code=130, said="", cores_busy=1.0, switches=())
 
     monkeypatch.setattr("tuner.loop.tune", tune)
-    monkeypatch.setattr("tuner.retune.train_in_phases", train)
+    monkeypatch.setattr("tuner.following.retune.train_in_phases", train)
     return found
 
 

@@ -20,8 +20,8 @@ from predictor import Hardware, Outcome, RuntimePredictor, Workload
 from predictor.analytic import halving_rounds, row_bytes
 from predictor.overlap import shared_devices
 from tuner.bridge import concrete, environment
+from tuner.measuring.workload import describe, whole_training
 from tuner.resources import devices_of
-from tuner.workload import describe, whole_training
 
 
 @pytest.mark.parametrize("num_simulations", [2, 4, 8, 16, 32, 50, 64, 128])

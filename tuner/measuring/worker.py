@@ -1,7 +1,7 @@
 """The subprocess of a measurement: takes its allocation, then builds a training and times bursts of it on request.
 
 One JSON object a line: a request on stdin, its answer on the descriptor that was stdout. The first request holds the
-configuration, and its allocation with it; later ones ask for bursts. Run as ``python -m tuner.worker``.
+configuration, and its allocation with it; later ones ask for bursts. Run as ``python -m tuner.measuring.worker``.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def main() -> None:
         # Before it is asked for anything, since it may have been started ahead of that. No device is touched by it, for which XLA
         # would make as many threads as there are cores: for that the allocation is early enough.
         from tuner.bridge import Config, allocated, available_cores, enable_cache, measure_drift
-        from tuner.session import Session
+        from tuner.measuring.session import Session
 
         line = sys.stdin.readline()
         if not line:
             return  # it was not needed
         request = json.loads(line)
         if request["kind"] == "fingerprint":
-            from tuner.fingerprint import measure_rates
+            from tuner.measuring.fingerprint import measure_rates
 
             answer(**measure_rates())
             return

@@ -19,7 +19,7 @@ from predictor import Outcome
 from tuner.bridge import RunFailed
 
 TIMEOUT = 180.0  # seconds that an answer may take
-_COMMAND = ("-P", "-m", "tuner.worker")  # -P: what lies in the user's folder is no package of ours
+_COMMAND = ("-P", "-m", "tuner.measuring.worker")  # -P: what lies in the user's folder is no package of ours
 
 
 class _Process(NamedTuple):
@@ -110,7 +110,7 @@ class WorkerFailed(RunFailed):
 
 
 class Worker:
-    """A subprocess of ``tuner.worker``. Use as a context manager; it is dead after the block.
+    """A subprocess of ``tuner.measuring.worker``. Use as a context manager; it is dead after the block.
 
     From an answer to the next request it is stopped, as by SIGSTOP: its threads, at whatever they were, disturb nobody who is
     timed meanwhile, and go on from there. Simulators in processes of their own wait for it.

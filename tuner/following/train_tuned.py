@@ -11,7 +11,7 @@ from typing import Any
 
 from tuner.bridge import Extension, RunDir, RunFailed, UserError, answer, make_config, parse_assignment, print_table, tell
 from tuner.cli import as_typed, stay_off_the_accelerator
-from tuner.switches import Switch
+from tuner.following.switches import Switch
 
 
 def _train_tune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,11 +43,11 @@ def _train_tuned(train: Any) -> Any:
 def _tune_then_train(args: argparse.Namespace) -> int:
     import numpy as np
 
+    from tuner.following.retune import train_in_phases
     from tuner.loop import tune
-    from tuner.report import print_tuning
+    from tuner.reporting.tables import print_tuning
     from tuner.resources import balance_of
     from tuner.result import parse_budget
-    from tuner.retune import train_in_phases
 
     if args.resume is not None:
         raise UserError("--tune", args.tune, "cannot be given with --resume: a run keeps its configuration")
@@ -99,8 +99,8 @@ def tuning_folder(out: Path) -> Path:
 
 def _resume_in_phases(args: argparse.Namespace) -> int:
     """A run that is gone on with in phases."""
-    from tuner.fingerprint import fingerprint
-    from tuner.retune import train_in_phases
+    from tuner.following.retune import train_in_phases
+    from tuner.measuring.fingerprint import fingerprint
 
     for option in ("env", "config", "seed", "out"):
         if getattr(args, option) is not None:

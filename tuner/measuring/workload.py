@@ -35,7 +35,7 @@ from tuner.bridge import (
     write_atomically,
 )
 from tuner.disk import saving
-from tuner.flops import Cost, count_cost
+from tuner.measuring.flops import Cost, count_cost
 
 
 def describe(config: Config) -> Workload:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tuner.markup import Markup, element, joined
+from tuner.reporting.markup import Markup, element, joined
 
 WIDTH, HEIGHT = 420, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 26, 42  # margins, for tick labels and the names of axes

@@ -19,18 +19,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, Prediction, RuntimePredictor
-from tuner import balance, charts, page
+from tuner import balance
 from tuner.bridge import Config, get, write_atomically
 from tuner.comparison import MIN_GAIN
-from tuner.effects import Effect, chosen_trial, effects
 from tuner.history import Trial
-from tuner.markup import Markup, element, joined
-from tuner.page import Cell, Compared
-from tuner.report import error, machine_rows, median_errors, moved, precision_rows
+from tuner.measuring.workload import describe
+from tuner.reporting import charts, page
+from tuner.reporting.effects import Effect, chosen_trial, effects
+from tuner.reporting.markup import Markup, element, joined
+from tuner.reporting.page import Cell, Compared
+from tuner.reporting.tables import error, machine_rows, median_errors, moved, precision_rows
 from tuner.resources import allocation_of, use_of
 from tuner.result import TuneResult
 from tuner.space import Space
-from tuner.workload import describe
 
 _ROLES = ("baseline", "annealed", "varied", "switched", "random", "shared")  # with a colour of their own
 _LEAST_SHARE = 0.01  # of the time, of a stage that is shown

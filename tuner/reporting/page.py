@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tuner.markup import Markup, element, joined
+from tuner.reporting.markup import Markup, element, joined
 
 # What a page may load: nothing. Even a string that escaped its escaping could not run or fetch anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from predictor import Hardware
-from tuner import phases
 from tuner.bridge import Config, RunDir, ask_live, can_change_live, toml, write_atomically
+from tuner.following import phases
 
 POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # and ten times what a start took before: after these a change has failed

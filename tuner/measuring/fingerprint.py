@@ -12,7 +12,7 @@ from typing import Any
 from predictor import Hardware
 from tuner.bridge import compiler_options, device_facts, home, tell, write_atomically
 from tuner.disk import kept, saving
-from tuner.worker_client import Worker, WorkerFailed
+from tuner.measuring.worker_client import Worker, WorkerFailed
 
 _REPEATS = 11
 _HOW = 3  # rates are measured: what was kept of another way is not of use

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config
-from tuner.measure import REPEATS, Bursts, Reference, Timing, measure_timings
+from tuner.measuring.measure import REPEATS, Bursts, Reference, Timing, measure_timings
 
 _LONGEST_BURST = 1.0  # seconds: longer ones would take too much of a budget from what is to be measured
 _MEMORY = 0.1  # of the machine's, which the others do not have
@@ -42,7 +42,7 @@ class Anchor:
     def measure(
         self, config: Config, *, seconds: float, enough: float, loop_counts: Sequence[int], timeout: float
     ) -> list[Measurement]:
-        """Measures a configuration, as :func:`tuner.measure.measure_config` does. Where it may not stay, its process ends."""
+        """Measures a configuration, as :func:`tuner.measure_config` does. Where it may not stay, its process ends."""
         timing = self._start(config, timeout)
         (found,) = measure_timings([timing], [loop_counts], Bursts(REPEATS, seconds, enough), say=self._say)
         self._keep(timing, found[0])

@@ -11,7 +11,7 @@ import numpy as np
 
 from predictor import Hardware
 from tuner.bridge import REFERENCE, Config, concrete
-from tuner.worker_client import TIMEOUT, Worker, WorkerFailed
+from tuner.measuring.worker_client import TIMEOUT, Worker, WorkerFailed
 
 TRAINING_SECONDS = 4.0  # before numbers are compared
 EXAMPLES = 128  # replayed sequences

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.history import Trial
-from tuner.live import Progress, Running, live_table, shown_trials
+from tuner.reporting.progress import Progress, Running, live_table, shown_trials
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 

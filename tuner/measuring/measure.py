@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from predictor import Hardware, Measurement, Outcome
 from tuner.bridge import Config, concrete
-from tuner.worker_client import TIMEOUT, Worker, WorkerFailed
-from tuner.workload import describe
+from tuner.measuring.worker_client import TIMEOUT, Worker, WorkerFailed
+from tuner.measuring.workload import describe
 
 Say = Callable[[str], None]
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tuner.bridge import make_console
 from tuner.history import Trial
-from tuner.report import moved, trial_line
+from tuner.reporting.tables import moved, trial_line
 
 Held = TypeVar("Held")
 

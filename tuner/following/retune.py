@@ -18,19 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
-from tuner import phases, switches
 from tuner.bridge import Config, ConfigError, RunDir, UserError, allocation_checked, concrete, enable_cache, get, tell
-from tuner.child import POLL_SECONDS, STOPPED, Training
 from tuner.corrections import more_memory
+from tuner.following import phases, switches
+from tuner.following.phases import Level, Reason
+from tuner.following.process import POLL_SECONDS, STOPPED, Training
+from tuner.following.switches import Switch
 from tuner.goal import Goal
 from tuner.history import HISTORY, shared_measurements
 from tuner.neighbourhood import resumable_space
 from tuner.objective import STALENESS_PRICE
-from tuner.phases import Level, Reason
 from tuner.proposer import Point, Proposer
 from tuner.resources import least_cores
 from tuner.space import Space, feasible, workloads
-from tuner.switches import Switch
 
 NOTHING = 0.01  # a knob that is expected to win less than this share stays as it is
 CANDIDATES = 3  # of a phase; then it is left alone until something changes again
