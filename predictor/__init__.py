@@ -16,7 +16,7 @@ does not compile it again:
 
 from predictor.analytic import STAGES, Rates, hardware_rates, stack, stages
 from predictor.artifact import ArtifactError
-from predictor.fit import FitReport, usable
+from predictor.fit import FitReport, program, usable
 from predictor.memory import resident_bytes
 from predictor.overlap import batch_staleness, staleness
 from predictor.runtime_predictor import Params, RuntimePredictor, base_log_seconds, log_seconds
@@ -43,6 +43,7 @@ __all__ = [
     "batch_staleness",
     "hardware_rates",
     "log_seconds",
+    "program",
     "resident_bytes",
     "stack",
     "stages",

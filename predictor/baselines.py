@@ -58,7 +58,7 @@ def make_table(measurements: Sequence[Measurement]) -> Table:
         np.asarray(jax.jit(stages)(workload, hardware)),
         np.log2(np.maximum(numbers, 1e-9)),
         np.log([m.seconds_per_env_step or np.nan for m in measurements]),
-        number(map(program, measurements)),
+        number(program(m.workload) for m in measurements),
     )
 
 

@@ -145,7 +145,7 @@ def fit(
     said = np.zeros(count) if graph is None else np.asarray(apply_network(before.network, graph))[:count]
     corrected = heard * np.clip(said, -before.limit, before.limit)
     target = np.log([m.seconds_per_env_step or math.nan for m in measured]) - corrected
-    groups = [program(m) for m in measured]
+    groups = [program(m.workload) for m in measured]
     scale = machine_scale([m.hardware for m in measured], meant, taught)
     coefficients, spread, errors, deviations = _fit_base(target, measured, raw, (workload, hardware), before, scale, groups)
 
@@ -291,14 +291,14 @@ _COUNTED = {f"{part}_{what}": 0.0 for part in ("represent", "dynamics", "predict
 _ALIKE = _COUNTED | {"loop_count": 1.0, "host_step_seconds": 0.0, "memory_bytes": 0.0, "device_share": 1.0}
 
 
-def program(measurement: Measurement) -> Hashable:
-    """What measurements of one compiled program share, on whatever machine: fusing more updates compiles nothing.
+def program(workload: Workload) -> Workload:
+    """What workloads of one compiled program share, on whatever machine: fusing more updates compiles nothing.
 
     What the base gets wrong of a program on one machine it gets wrong on another, and the seconds of a host's step are measured.
     How much memory it may take is nothing that anybody predicts seconds by.
     Elements between layers may be counted otherwise by another version, or have become a few fewer; products tell networks apart.
     """
-    return dataclasses.replace(measurement.workload, **_ALIKE)
+    return dataclasses.replace(workload, **_ALIKE)
 
 
 def padded(count: int) -> int:

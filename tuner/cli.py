@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.bridge import (
     Command,
@@ -22,6 +23,9 @@ from tuner.bridge import (
     print_table,
     tell,
 )
+
+if TYPE_CHECKING:
+    from predictor import Measurement, Workload
 
 
 def stay_off_the_accelerator() -> None:
@@ -164,6 +168,9 @@ def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict
     if "interval" in shown:
         low, high = shown.pop("interval")
         shown["seconds_per_env_step"] += f", nine times in ten {low * 1e6:.1f} to {high * 1e6:.1f}"
+    if "measured_times" in shown:
+        times, seconds = shown.pop("measured_times"), shown.pop("measured_seconds_per_env_step")
+        shown["measured here"] = f"{seconds * 1e6:.1f} microseconds, {'once' if times == 1 else f'in the median of {times}'}"
     if "batch_staleness" in shown:
         shown["batch_staleness"] = f"{shown['batch_staleness']:.1f} updates"
     if "shares" in shown:
@@ -253,9 +260,19 @@ def _predict(args: argparse.Namespace) -> int:
     used = len(usable(history[-HISTORY:]))
     if not used:
         tell("no measurement of this machine yet: muzerox measure makes one, and predictions better")
-    figures = _figures(model.predict(workload, hardware)) | whole_training(model, config, hardware)
+    figures = _figures(model.predict(workload, hardware)) | whole_training(model, config, hardware) | _measured(history, workload)
     _print_figures(f"muzerox predict: {config.env}, from {used} measurements", config, figures, {}, as_json=args.json)
     return 0
+
+
+def _measured(history: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+    """What this very configuration took here, where it was measured; memory it may take aside."""
+    from predictor import program, usable
+
+    wanted = program(workload), workload.loop_count
+    again = [m for m in usable(history) if (program(m.workload), m.workload.loop_count) == wanted]
+    seconds = [m.seconds_per_env_step or math.nan for m in again]
+    return {"measured_seconds_per_env_step": statistics.median(seconds), "measured_times": len(seconds)} if seconds else {}
 
 
 PREDICT = Command(
@@ -265,8 +282,8 @@ PREDICT = Command(
     run=_predict,
     description="""Gives the same figures as measure, without running the configuration. They come from the predictor: an analytic
 base over the machine's measured rates, corrected by what was measured here before and, once it has earned a weight, by a graph
-network. Also shows the interval that holds what would be measured nine times in ten, where the time goes, and the seconds of
-the whole training, searches that deepen on the way included.
+network. Also shows the interval that holds what would be measured nine times in ten, where the time goes, the seconds of the
+whole training, searches that deepen on the way included, and what this very configuration took here where it was measured.
 
   muzerox predict --env gymnax:CartPole-v1 --set runtime.num_envs=1024""",
 )

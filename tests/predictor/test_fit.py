@@ -142,19 +142,16 @@ def test_nothing_measured_is_the_prior(family: Family, hardware: Hardware, measu
     assert math.isnan(single.report.base_mape)
 
 
-def test_runs_of_one_program_are_left_out_together(
-    make_workload: Callable[..., Workload], hardware: Hardware, measure: Measure
-) -> None:
+def test_runs_of_one_program_are_left_out_together(make_workload: Callable[..., Workload]) -> None:
     """They share what the base gets wrong: one would tell the other's seconds, on another machine, too."""
     a, b, c = make_workload(), make_workload(loop_count=8.0), make_workload(num_envs=128.0)
     timed = dataclasses.replace(a, host_step_seconds=1e-5)
-    programs = [fitting.program(measure(w, 1.0)) for w in (a, b, c, timed)]
-    programs.append(fitting.program(measure(a, 1.0, hardware=dataclasses.replace(hardware, cpu="another"))))
+    programs = [fitting.program(w) for w in (a, b, c, timed)]
     # Counted by another version.
-    programs.append(fitting.program(measure(dataclasses.replace(a, dynamics_elements=a.dynamics_elements + 3.0), 1.0)))
+    programs.append(fitting.program(dataclasses.replace(a, dynamics_elements=a.dynamics_elements + 3.0)))
     # Under another allocation of memory.
-    programs.append(fitting.program(measure(dataclasses.replace(a, memory_bytes=2.0**30, device_share=0.3), 1.0)))
-    assert programs[0] == programs[1] == programs[3] == programs[4] == programs[5] == programs[6] != programs[2]
+    programs.append(fitting.program(dataclasses.replace(a, memory_bytes=2.0**30, device_share=0.3)))
+    assert programs[0] == programs[1] == programs[3] == programs[4] == programs[5] != programs[2]
 
 
 def test_what_several_machines_teach_is_about_none_of_them(family: Family, hardware: Hardware, measure: Measure) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trials import EXPECTED
 
 import tuner
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
@@ -49,12 +50,8 @@ def ended(tiny: Config, machine: Hardware, tmp_path: Path, monkeypatch: pytest.M
             changes={knob.path: get(config, knob.path) for knob in space.knobs},
             config=config.to_dict(),
             measurement=measurement,
-            predicted_uncalibrated=1e-4,
-            predicted_base=1e-4,
-            predicted=1e-4,
-            predicted_use=(1.0, 1.0, 0.0),
-            temperature=1.0,
             elapsed=20.0 * (number + 1),
+            **EXPECTED,
         )
         folder.append(trial)
     kept = folder.trials()

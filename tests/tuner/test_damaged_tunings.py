@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trials import EXPECTED
 
 from muzerox import UserError
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Store, Workload
@@ -32,12 +33,8 @@ def trials(tiny: Config, machine: Hardware, workload: Workload) -> list[Trial]:
             changes={"runtime.num_envs": 8 * 2**number},
             config=tiny.to_dict(),
             measurement=measurement,
-            predicted_uncalibrated=1e-4,
-            predicted_base=1e-4,
-            predicted=1e-4,
-            predicted_use=(1.0, 1.0, 0.0),
-            temperature=1.0,
             elapsed=10.0 * (number + 1),
+            **EXPECTED,
         )
         for number, role in enumerate(("baseline", "shared", "annealed"))
     ]

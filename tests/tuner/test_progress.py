@@ -10,6 +10,7 @@ import time
 
 import pytest
 from rich.console import Console
+from trials import EXPECTED
 
 from predictor import Hardware, Measurement, Outcome, Workload
 from tuner.history import Trial
@@ -29,12 +30,8 @@ def make_trial(number: int, seconds: float | None, workload: Workload, machine: 
         measurement=Measurement(
             hardware=machine, workload=workload, outcome=outcome, error=error, seconds_per_env_step=seconds, wall_seconds=7.0
         ),
-        predicted_uncalibrated=1e-4,
-        predicted_base=1e-4,
-        predicted=1e-4,
-        predicted_use=(1.0, 1.0, 0.0),
-        temperature=1.0,
         elapsed=10.0 * (number + 1),
+        **EXPECTED,
     )
 
 

@@ -63,6 +63,8 @@ def test_measuring_and_predicting_give_the_same_keys(tmp_path: Path) -> None:
     assert predicted.returncode == 0, predicted.stderr
     one, other = json.loads(measured.stdout), json.loads(predicted.stdout)
     # Which only a prediction has.
+    seen = {name: other.pop(name) for name in ("measured_seconds_per_env_step", "measured_times")}
+    assert seen == {"measured_seconds_per_env_step": one["seconds_per_env_step"], "measured_times": 1}
     assert list(one) == [name for name in other if name not in ("interval", "shares", "training_seconds")]
     assert other["training_seconds"] == pytest.approx(2000 * other["seconds_per_env_step"])
     assert one["outcome"] == other["outcome"] == "ok"
