@@ -22,17 +22,13 @@ def kept_for_answers() -> Iterator[None]:
     global _kept
     flush()
     with contextlib.ExitStack() as restored:
-        _kept = sys.stdout
-        try:
-            shared = sys.stdout is not None and sys.stdout.fileno() == 1
-            if shared:
+        _kept = sys.stdout or restored.enter_context(open(os.devnull, "w"))  # it may be closed
+        with contextlib.suppress(OSError):  # not a file of the system's, or stderr is closed
+            if _kept.fileno() == 1:
                 _kept = restored.enter_context(os.fdopen(os.dup(1), "w"))
                 os.dup2(2, 1)
-        except OSError:  # not a file of the system's, or stderr is closed: nothing but Python can print to it
-            shared = False
-        if shared:
-            restored.callback(os.dup2, _kept.fileno(), 1)
-            restored.callback(ctypes.CDLL(None).fflush, None)  # what C has printed, and still holds, is written before
+                restored.callback(os.dup2, _kept.fileno(), 1)
+                restored.callback(ctypes.CDLL(None).fflush, None)  # what C has printed, and still holds, is written before
         restored.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             yield

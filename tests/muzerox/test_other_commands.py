@@ -144,6 +144,7 @@ def test_an_answer_that_cannot_be_written_is_one_line(ending: str, said: str, co
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert said in done.stderr
+    assert "enough" not in done.stderr, "an answer is for stdout"
 
 
 @pytest.fixture
