@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
-import math
-import mmap
 import os
 import pickle
 import select
@@ -16,46 +14,12 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from muzerox.envs.exchange import DONE, RESET, lay_out, map_fields
 from muzerox.errors import EnvironmentUnavailable
-
-RESET, STEP, DONE = b"r", b"s", b"d"
-FIELDS = ("observation", "reward", "terminated", "truncated", "final_observation", "legal", "player")
-_ALIGN = 64  # bytes: a cache line
-
-
-class Field(NamedTuple):
-    """Where an array lies in the shared memory."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int  # bytes
-
-    @property
-    def end(self) -> int:
-        """Bytes to its end, aligned."""
-        size = math.prod(self.shape) * np.dtype(self.dtype).itemsize
-        return self.offset + -(-size // _ALIGN) * _ALIGN
-
-
-def map_fields(memory: int, fields: list[Field]) -> dict[str, np.ndarray]:
-    """Arrays over the shared memory with this file descriptor, by name."""
-    mapped = mmap.mmap(memory, fields[-1].end)
-    return {f.name: np.frombuffer(mapped, f.dtype, math.prod(f.shape), f.offset).reshape(f.shape) for f in fields}
-
-
-def _lay_out(shown: Any, num_actions: int) -> list[Field]:
-    arrays = {name: getattr(shown, name) for name in FIELDS if hasattr(shown, name)}
-    for name, shape, dtype in (("action", (), "int32"), ("legal", (num_actions,), "bool"), ("player", (), "int32")):
-        arrays.setdefault(name, np.zeros((len(shown.reward), *shape), dtype))
-    fields: list[Field] = []
-    for name, array in arrays.items():
-        fields.append(Field(name, array.shape, str(array.dtype), fields[-1].end if fields else 0))
-    return fields
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -102,7 +66,7 @@ def _serve(connection: Connection, memory: int) -> None:
             shown = batch.reset() if request == RESET else batch.step(arrays["action"].copy())
             reply = DONE
             if not arrays:
-                fields = _lay_out(shown, getattr(batch, "num_actions", 0))
+                fields = lay_out(shown, getattr(batch, "num_actions", 0))
                 os.ftruncate(memory, fields[-1].end)
                 arrays = map_fields(memory, fields)
                 arrays["legal"][...] = True  # for simulators without a mask; memory is zeros, as their player

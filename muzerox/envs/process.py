@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from muzerox.envs.child import DONE, RESET, STEP, map_fields
+from muzerox.envs.exchange import DONE, RESET, STEP, map_fields
 from muzerox.errors import EnvironmentUnavailable
 from muzerox.types import HostBatch, TimeStep
 
