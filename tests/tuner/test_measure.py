@@ -193,6 +193,17 @@ def test_a_run_that_dies_is_a_row(tiny: Config, machine: Hardware, number: int, 
     assert signal.Signals(number).name in (measurement.error or "")
 
 
+def test_a_scheduler_that_ends_a_job_fails_no_trial(tiny: Config, machine: Hardware) -> None:
+    """It tells every process. The tuner stops by itself, and what it was measuring has not failed."""
+    timing = Timing(tiny, hardware=machine, timeout=120.0)
+    with timing.worker:
+        timing.wait()
+        timing.worker.kill(signal.SIGTERM)
+        timing.burst(0.05)
+        measurement = timing.measurement()
+    assert measurement.outcome == Outcome.OK, measurement.error
+
+
 def test_an_exception_in_a_run_is_a_row(tiny: Config) -> None:
     request = {"kind": "train", "config": {**tiny.to_dict(), "env": "gymnax:NoSuch-v0"}, "compile_cores": None}
     with Worker(request, timeout=120.0) as worker, pytest.raises(WorkerFailed) as caught:
