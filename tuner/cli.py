@@ -170,7 +170,8 @@ def _print_figures(title: str, config: Any, figures: dict[str, Any], waits: dict
         shown["seconds_per_env_step"] += f", nine times in ten {low * 1e6:.1f} to {high * 1e6:.1f}"
     if "measured_times" in shown:
         times, seconds = shown.pop("measured_times"), shown.pop("measured_seconds_per_env_step")
-        shown["measured here"] = f"{seconds * 1e6:.1f} microseconds, {'once' if times == 1 else f'in the median of {times}'}"
+        often = "once" if times == 1 else f"in the median of {times}"
+        shown["seconds_per_env_step"] += f"; measured here: {seconds * 1e6:.1f}, {often}"
     if "batch_staleness" in shown:
         shown["batch_staleness"] = f"{shown['batch_staleness']:.1f} updates"
     if "shares" in shown:
@@ -261,7 +262,8 @@ def _predict(args: argparse.Namespace) -> int:
     if not used:
         tell("no measurement of this machine yet: muzerox measure makes one, and predictions better")
     figures = _figures(model.predict(workload, hardware)) | whole_training(model, config, hardware) | _measured(history, workload)
-    _print_figures(f"muzerox predict: {config.env}, from {used} measurements", config, figures, {}, as_json=args.json)
+    taught = f"from {used} measurement{'' if used == 1 else 's'}"
+    _print_figures(f"muzerox predict: {config.env}, {taught}", config, figures, {}, as_json=args.json)
     return 0
 
 
