@@ -2,7 +2,7 @@
 
 result = tuner.tune(config, budget="5m", out="runs/tuning")
 result.config, result.speedup, result.history
-tuner.measure_config(config, hardware=tuner.measuring.fingerprint.fingerprint())
+tuner.measure_config(config, hardware=hardware)  # tuner.measuring.fingerprint.fingerprint()
 tuner.anneal.run(key, energy, sizes)  # any batched energy
 
 Only ``tuner.bridge`` may import ``muzerox``, which import-linter enforces.
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TuneResult", "anneal", "measure_config", "measure_in_alternation", "tune"]
 
-_HOMES = {"TuneResult": "result", "tune": "loop", "measure_config": "measure", "measure_in_alternation": "measure"}
+_MEASURE = "measuring.measure"
+_HOMES = {"TuneResult": "result", "tune": "loop", "measure_config": _MEASURE, "measure_in_alternation": _MEASURE}
 
 
 def __getattr__(name: str) -> Any:
