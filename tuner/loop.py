@@ -113,15 +113,16 @@ def tune(
 
 @contextlib.contextmanager
 def _stopped_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM keeps the best so far, too; where it would end the process: a program that tunes may have a handler of its own."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM and SIGUSR1 keep the best so far, too; where they would end the process: who tunes may have handlers of its own."""
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in (signal.SIGTERM, signal.SIGUSR1) if main and signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _on_cpu() -> Any:
@@ -203,7 +204,7 @@ class _Tuning:
     # Rounds ----------------------------------------------------------------------------------------------------------
 
     def run(self) -> TuneResult:
-        """Baseline, rounds, comparison, and the files that tell of them. Ctrl-C and SIGTERM keep the best so far."""
+        """Baseline, rounds, comparison, and the files that tell of them. Ctrl-C, SIGTERM and SIGUSR1 keep the best so far."""
         try:
             result = self._search()
         except KeyboardInterrupt:

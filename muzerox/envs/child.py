@@ -40,8 +40,8 @@ def _die_with_parent(lifeline: int) -> None:
 
 
 def _outlive_requests(connection: Connection) -> None:
-    """Heeds SIGTERM only once the parent has closed its end: a scheduler sends it to every process of a job, and this one is
-    needed until what is learnt is saved. A handler, and not SIG_IGN, which the simulator's own processes would inherit.
+    """Heeds requests to end only once the parent has closed its end: a scheduler sends them to every process of a job, and this
+    one is needed until what is learnt is saved. A handler, and not SIG_IGN, which the simulator's own processes would inherit.
     """
 
     def handle(number: int, _frame: Any) -> None:
@@ -50,7 +50,8 @@ def _outlive_requests(connection: Connection) -> None:
         if closed.poll(0):
             os._exit(128 + number)
 
-    signal.signal(signal.SIGTERM, handle)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, handle)
 
 
 def _serve(connection: Connection, memory: int) -> None:

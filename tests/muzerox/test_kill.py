@@ -117,8 +117,8 @@ def test_a_signal_saves_draws_and_says_how_to_go_on(
     out, log = tmp_path / "run", tmp_path / "stderr"
     process = start(["--env", env, "--out", str(out), *options(changes)], log)
     wait_until(lambda: last_saved(log.read_text()) > 0, process)
-    for number in asked:  # SIGTERM to its simulators, too, as a scheduler ends a job
-        for pid in [process.pid, *(descendants(process.pid) if number == signal.SIGTERM else [])]:
+    for number in asked:  # by a scheduler to its simulators, too
+        for pid in [process.pid, *(descendants(process.pid) if number != signal.SIGINT else [])]:
             with contextlib.suppress(ProcessLookupError):  # a simulator that has ended already
                 os.kill(pid, number)
         time.sleep(0.05)  # or the system makes one of two

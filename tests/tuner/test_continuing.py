@@ -102,14 +102,17 @@ def test_why_no_more_is_measured_is_said(ended: TuneDir, tiny: Config, capsys: p
     assert left in ([1], [2]), "what was compiled for the first is not for the second"
 
 
-def test_told_to_end_it_keeps_the_best_so_far(ended: TuneDir, tiny: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    monkeypatch.setattr(loop._Tuning, "_round", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_told_to_end_it_keeps_the_best_so_far(
+    number: signal.Signals, ended: TuneDir, tiny: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    monkeypatch.setattr(loop._Tuning, "_round", lambda *_: os.kill(os.getpid(), number))
     try:
         stopped = again(ended, tiny, budget="10m", quiet=True)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(number) == signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert (stopped.finished, load_config(ended.tuned_file)) == (False, stopped.config)
 
 

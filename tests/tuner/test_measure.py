@@ -198,7 +198,8 @@ def test_a_scheduler_that_ends_a_job_fails_no_trial(tiny: Config, machine: Hardw
     timing = Timing(tiny, hardware=machine, timeout=120.0)
     with timing.worker:
         timing.wait()
-        timing.worker.kill(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            timing.worker.kill(number)
         timing.burst(0.05)
         measurement = timing.measurement()
     assert measurement.outcome == Outcome.OK, measurement.error

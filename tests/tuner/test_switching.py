@@ -146,7 +146,7 @@ def test_a_signal_for_who_has_just_ended_is_nothing() -> None:
         assert child.wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_stopped_before_its_training_heeds_signals_it_has_stopped(number: int, tmp_path: Path, tiny: Config) -> None:
     (tmp_path / "start.toml").write_text(toml(tiny.replace(ENDLESS)))
     command = [sys.executable, "-c", FOLLOW, str(tmp_path / "start.toml"), str(tmp_path / "run")]

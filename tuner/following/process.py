@@ -25,7 +25,7 @@ POLL_SECONDS = 0.25
 START_SECONDS = 60.0  # and ten times what a start took before: after these a change has failed
 STOPPED = 130  # exit code of a training that was told to stop
 # The same, of a process that did not heed signals yet, or was told to hurry.
-_UNHEEDED = (-signal.SIGTERM, -signal.SIGINT)
+_UNHEEDED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
 
 # Before the training's own interpreter: a killed tuner has the training save and stop, so that it can be resumed at once. The
 # request outlives exec. Linux only; elsewhere the training goes on by itself.
@@ -147,7 +147,7 @@ class Training:
         self.config = config  # of the process
         self.cost = math.nan  # seconds that a restart takes
         self.last: phases.Report | None = None
-        self.stopping = False  # Ctrl-C or SIGTERM has come
+        self.stopping = False  # Ctrl-C, SIGTERM or SIGUSR1 has come
         self._run, self._hardware, self._as_json = run, hardware, as_json
         self._follower = Follower(run)
         self._process: Child | None = None
@@ -161,7 +161,7 @@ class Training:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM have the child save and stop, a second Ctrl-C at once; Ctrl-Z stops it with us."""
+        """Ctrl-C, SIGTERM and SIGUSR1 have the child save and stop, a second Ctrl-C at once; Ctrl-Z stops it with us."""
 
         def terminate(*_: Any) -> None:
             self.stopping = True
@@ -182,7 +182,12 @@ class Training:
                 self._process.send(signal.SIGCONT)
             self._suspended += time.monotonic() - before
 
-        handlers = {signal.SIGINT: interrupt, signal.SIGTERM: terminate, signal.SIGTSTP: pause}
+        handlers = {
+            signal.SIGINT: interrupt,
+            signal.SIGTERM: terminate,
+            signal.SIGUSR1: terminate,
+            signal.SIGTSTP: pause,
+        }
         previous = {number: signal.signal(number, how) for number, how in handlers.items()}
         try:
             yield

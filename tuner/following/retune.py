@@ -63,8 +63,8 @@ def train_in_phases(
 ) -> Trained:
     """Trains in a process of its own, under its allocation from the start, and follows it from phase to phase.
 
-    Ctrl-C and SIGTERM have it save and stop; so does the end of this process, however it comes. What a run was switched to is
-    in its configuration: ``muzerox train --resume`` goes on with it.
+    Ctrl-C, SIGTERM and SIGUSR1 have it save and stop; so does the end of this process, however it comes. What a run was switched
+    to is in its configuration: ``muzerox train --resume`` goes on with it.
 
     Args:
       config: what the training is started with.

@@ -41,8 +41,9 @@ def main() -> None:
         answers.flush()
 
     _die_with_the_parent()
-    # Where a scheduler sends it to every process of a job, the tuner is told too: a trial that it ends must not count as failed.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    # A scheduler sends them to every process of a job. The tuner is told, too: a trial that they end must not count as failed.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
     try:
         # Before it is asked for anything, since it may have been started ahead of that. No device is touched by it, for which XLA
         # would make as many threads as there are cores: for that the allocation is early enough.
