@@ -18,7 +18,10 @@ _kept: IO[str] | None = None  # stdout, while only answers may reach it
 
 @contextlib.contextmanager
 def kept_for_answers() -> Iterator[None]:
-    """While it lasts only :func:`answer` writes to stdout; what else is printed, by simulators in C too, goes to stderr."""
+    """While it lasts only :func:`answer` writes to stdout; what else is printed, by simulators in C too, goes to stderr.
+
+    Raises OSError where what was printed before cannot be written.
+    """
     global _kept
     flush()
     with contextlib.ExitStack() as restored:

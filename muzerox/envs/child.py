@@ -39,15 +39,20 @@ def _die_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
+def _parent_left(connection: Connection) -> bool:
+    """Whether the parent has closed its end."""
+    closed = select.poll()
+    closed.register(connection.fileno(), 0)  # errors and hang-ups are told in any case
+    return bool(closed.poll(0))
+
+
 def _outlive_requests(connection: Connection) -> None:
     """Heeds requests to end only once the parent has closed its end: a scheduler sends them to every process of a job, and this
     one is needed until what is learnt is saved. A handler, and not SIG_IGN, which the simulator's own processes would inherit.
     """
 
     def handle(number: int, _frame: Any) -> None:
-        closed = select.poll()
-        closed.register(connection.fileno(), 0)  # errors and hang-ups are told in any case
-        if closed.poll(0):
+        if _parent_left(connection):
             os._exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -93,11 +98,10 @@ def main(control: int, memory: int, lifeline: int) -> None:
     code = 0
     try:
         _serve(connection, memory)
-    except (EOFError, ConnectionError):
-        pass  # the parent closed its end
     except Exception as error:
-        code = 1
-        connection.send_bytes(pickle.dumps(_failure(error)))
+        if not _parent_left(connection):  # else that is why, and nobody is there to be told
+            code = 1
+            connection.send_bytes(pickle.dumps(_failure(error)))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # whatever threads the simulator left behind

@@ -91,6 +91,8 @@ class Hostile(gymnasium.Env):
             raise ValueError("the simulator broke")
         elif action == 6:
             os.kill(os.getpid(), signal.SIGINT)
+        elif action == 7:
+            raise ConnectionResetError("its server hung up")
         return self.show(), 0.0, False, False, {}
 
     def close(self) -> None:

@@ -152,6 +152,14 @@ def test_an_exception_comes_with_its_traceback(hostile: tuple[HostBatch, int]) -
     assert goes(pid)
 
 
+def test_a_connection_of_the_simulators_own_that_breaks_is_told(hostile: tuple[HostBatch, int]) -> None:
+    """It is not ours that was closed."""
+    batch, pid = hostile
+    with pytest.raises(SimulatorError, match="ConnectionResetError: its server hung up"):
+        batch.step(act(7))
+    assert goes(pid)
+
+
 def test_a_failing_close_does_not_hide_what_had_failed() -> None:
     batch = in_process("gymnasium:host_simulators:Brittle-v0", 2, 0, timeout=20.0)
     batch.reset()
