@@ -126,17 +126,19 @@ def conformal_factor(
     """How many standard deviations an interval reaches to each side to hold ``coverage`` of what is measured next.
 
     The quantile of scores of held-out measurements, a little further for there being few (Vovk et al., 2005; normalised scores:
-    Lei et al., 2018). Those of a group are near or far together, and so weigh as much as one (by default each is its own). Of so
-    few groups that no finite factor is sure, the largest score or ``fallback``, whichever is more.
+    Lei et al., 2018), and between two scores where it falls between them: the next one up would hold more than is asked, up to
+    one in as many as there are. Those of a group are near or far together, and so weigh as much as one (by default each is its
+    own). Of so few groups that no finite factor is sure, the largest score or ``fallback``, whichever is more.
     """
     scores = np.abs(errors) / deviations
     numbers = number(groups if groups is not None else range(len(scores)))
-    rank = int(np.ceil((len(set(numbers)) + 1) * coverage))
-    if rank > len(set(numbers)):
+    count = len(set(numbers))
+    rank = (count + 1) * coverage
+    if rank > count:
         return float(min(max(fallback, *scores), _WIDEST)) if len(scores) else fallback
     order = np.argsort(scores)
     reached = np.cumsum(1.0 / np.bincount(numbers)[numbers][order])  # groups
-    return float(min(scores[order][np.searchsorted(reached, rank - 1e-9)], _WIDEST))
+    return float(min(np.interp(rank, reached, scores[order]), _WIDEST))
 
 
 def number(groups: Iterable[Hashable]) -> np.ndarray:

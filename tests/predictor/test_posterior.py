@@ -63,15 +63,15 @@ def test_the_scales_chosen_one_by_one_are_the_most_probable_together() -> None:
         assert (evidence, scales) == max(fixed, key=lambda found: found[0])
 
 
-@pytest.mark.parametrize("count", [30, 200])
+@pytest.mark.parametrize("count", [13, 30, 200])
 def test_intervals_hold_nine_of_ten(count: int) -> None:
-    """Scores of another scale than the model believes; the tails of a Student's t."""
+    """Scores of another scale than the model believes; the tails of a Student's t. Of 13 the last would hold 93 of a hundred."""
     rng = np.random.default_rng(0)
     inside = []
-    for _ in range(200):
+    for _ in range(1000):
         seen, new = 2.5 * rng.standard_t(5, count), 2.5 * rng.standard_t(5, 50)
         inside.append(np.mean(np.abs(new) <= conformal_factor(seen, np.ones(count))))
-    assert 0.89 <= np.mean(inside) <= 0.925
+    assert 0.89 <= np.mean(inside) <= 0.915
 
 
 def test_of_too_few_scores_no_quantile_is_known() -> None:
