@@ -52,14 +52,17 @@ def main() -> None:
         training = subprocess.Popen([*command, "--seed", str(args.seed), *settings], stdout=subprocess.DEVNULL)
         start = time.monotonic()
         copied = None
-        while (left := 60 * args.minutes - (time.monotonic() - start)) > 0:
-            if copied is None and left <= EARLIER:
-                copied = copy_agent(run, earlier)
-            if training.poll() is not None:
-                raise SystemExit(f"training ended after {time.monotonic() - start:.0f} s with code {training.returncode}")
-            time.sleep(min(1.0, left))
-        training.send_signal(signal.SIGINT)  # which saves and stops
-        training.wait()
+        try:
+            while (left := 60 * args.minutes - (time.monotonic() - start)) > 0:
+                if copied is None and left <= EARLIER:
+                    copied = copy_agent(run, earlier)
+                if training.poll() is not None:
+                    raise SystemExit(f"training ended after {time.monotonic() - start:.0f} s with code {training.returncode}")
+                time.sleep(min(1.0, left))
+            training.send_signal(signal.SIGINT)  # which saves and stops
+            training.wait()
+        finally:
+            training.kill()  # ended already, unless this was interrupted
 
         import muzerox
 
