@@ -25,7 +25,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     """``--device`` and ``--record``, which mean the same in every benchmark; from here on one that is told to end takes the
     programs that it runs with it, as it does when it is interrupted: they would disturb what is timed next.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), help="JAX platform (default: the best there is)")
     parser.add_argument("--record", action="store_true", help=f"append the record to {DATA}/<benchmark>.jsonl")

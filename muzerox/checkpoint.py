@@ -61,10 +61,17 @@ def _template(tree: Any) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def _to_device(saved: Any, like: Any) -> Any:
-    def leaf(x: np.ndarray, target: Any) -> jax.Array:
+def _as_arrays(saved: Any, like: Any, *, on_device: bool) -> Any:
+    """What was restored, its keys as such.
+
+    Where not ``on_device`` an accelerator is left to whoever knows where each part goes: a replay may be more than one holds.
+    """
+
+    def leaf(x: np.ndarray, target: Any) -> jax.Array | np.ndarray:
+        if _is_key(target):
+            return jax.random.wrap_key_data(jnp.array(x))
         # A copy: on CPU an array may share its host buffer, which donation must not hand on.
-        return jax.random.wrap_key_data(jnp.array(x)) if _is_key(target) else jnp.array(x, copy=True)
+        return jnp.array(x, copy=True) if on_device else x
 
     return jax.tree.map(leaf, saved, like)
 
@@ -164,14 +171,17 @@ class Checkpoints:
             raise CheckpointError(str(self.directory), None, f"cannot be written: {_why(error)}") from error
 
     def restore_state(self, like: Any) -> Any:
-        """The newest state, shaped like ``like`` (arrays or ShapeDtypeStructs). Raises CheckpointError."""
-        return self._restore("state", like)
+        """The newest state, shaped like ``like`` (arrays or ShapeDtypeStructs). Raises CheckpointError.
+
+        In NumPy arrays where there is an accelerator, on which a runtime places what belongs there.
+        """
+        return self._restore("state", like, on_device=jax.default_backend() == "cpu")
 
     def restore_params(self, like: Any) -> Any:
         """The newest parameters. Raises CheckpointError."""
-        return self._restore("agent", like)
+        return self._restore("agent", like, on_device=True)
 
-    def _restore(self, item: str, like: Any) -> Any:
+    def _restore(self, item: str, like: Any, *, on_device: bool) -> Any:
         step = self.latest()
         if step is None:
             raise CheckpointError(str(self.directory), None, "holds no checkpoint")
@@ -196,7 +206,7 @@ class Checkpoints:
                     f"does not fit this configuration: {jax.tree_util.keystr(name, simple=True, separator='.')} is "
                     f"{saved.dtype}{list(saved.shape)}, and the configuration makes it {want.dtype}{list(want.shape)}",
                 )
-        return _to_device(restored, like)
+        return _as_arrays(restored, like, on_device=on_device)
 
     def close(self) -> None:
         """Waits for saves under way and releases threads. Raises CheckpointError when one failed and nobody was told."""

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.flatten_util import ravel_pytree
+from jax.sharding import AbstractMesh, Mesh
 
 from muzerox import replay, returns
 from muzerox.config import Config
+from muzerox.parallel import averaged
 from muzerox.precision import LossScale, adjust_loss_scale, make_loss_scale
 from muzerox.reanalyze import refresh_policy
 from muzerox.replay import ReplayState, Sample
@@ -119,8 +121,11 @@ class Applied(NamedTuple):
     metrics: Metrics  # scalars
 
 
-def make_apply(config: Config, algorithm: Algorithm) -> Callable[[LearnerState, Batch, Targets], tuple[LearnerState, Applied]]:
-    """``apply(learner, batch, targets) -> (learner, Applied)``: one step of the optimizer.
+def make_apply(
+    config: Config, algorithm: Algorithm, mesh: Mesh | AbstractMesh | None = None
+) -> Callable[[LearnerState, Batch, Targets], tuple[LearnerState, Applied]]:
+    """``apply(learner, batch, targets) -> (learner, Applied)``: one step of the optimizer; each device of a mesh takes the
+    gradient of its share of the batch.
 
     A gradient that is not finite leaves parameters and optimizer state as they were, counts in the metric ``skipped`` and,
     with a dynamic loss scale, halves it.
@@ -128,14 +133,22 @@ def make_apply(config: Config, algorithm: Algorithm) -> Callable[[LearnerState, 
     optimizer = make_optimizer(config)
     train = config.train
 
-    def apply(learner: LearnerState, batch: Batch, targets: Targets) -> tuple[LearnerState, Applied]:
-        scale = learner.loss_scale.scale
+    def of_rows(whole: tuple[Params, jax.Array], rows: tuple[Batch, Targets]) -> tuple[tuple[Params, Metrics], tuple]:
+        """Gradient and metrics, which are means over rows, and losses and priorities [B] of these."""
+        (params, scale), (batch, targets) = whole, rows
 
         def scaled_loss(params: Params) -> tuple[jax.Array, LossOutput]:
             output = algorithm.loss(params, batch, targets)
             return jnp.mean(output.loss * batch.importance) * scale, output
 
-        grads, output = jax.grad(scaled_loss, has_aux=True)(learner.params)
+        grads, output = jax.grad(scaled_loss, has_aux=True)(params)
+        return (grads, output.metrics), (output.loss, output.priority)
+
+    differentiate = averaged(mesh, of_rows)
+
+    def apply(learner: LearnerState, batch: Batch, targets: Targets) -> tuple[LearnerState, Applied]:
+        scale = learner.loss_scale.scale
+        (grads, metrics), (loss, priority) = differentiate((learner.params, scale), (batch, targets))
         # One vector instead of a few dozen arrays: a third of the program's operations would be the optimizer's.
         old, unravel = ravel_pytree(learner.params)
         gradient = ravel_pytree(grads)[0] / scale
@@ -153,25 +166,26 @@ def make_apply(config: Config, algorithm: Algorithm) -> Callable[[LearnerState, 
             updates=updates,
         )
         metrics = {
-            **output.metrics,
-            "loss": jnp.mean(output.loss),
+            **metrics,
+            "loss": jnp.mean(loss),
             "grad_norm": grad_norm,
             "loss_scale": scale,
             "skipped": (~finite).astype(jnp.int32),
         }
-        return learner, Applied(output.priority, finite, metrics)
+        return learner, Applied(priority, finite, metrics)
 
     return apply
 
 
 def make_update(
-    config: Config, spec: EnvSpec, algorithm: Algorithm
+    config: Config, spec: EnvSpec, algorithm: Algorithm, mesh: Mesh | AbstractMesh | None = None
 ) -> Callable[[jax.Array, LearnerState, ReplayState], tuple[LearnerState, ReplayState, Metrics]]:
     """``update(key, learner, replay) -> (learner, replay, metrics)``: sample, make targets, and one step of the optimizer.
 
-    A step left out because its gradient is not finite leaves priorities as they were too.
+    A step left out because its gradient is not finite leaves priorities as they were too. Over a ``mesh`` of several devices,
+    whose ``algorithm`` is that of :func:`muzerox.parallel.over`, each takes its share of the batch.
     """
-    apply = make_apply(config, algorithm)
+    apply = make_apply(config, algorithm, mesh)
     train = config.train
 
     def update(key: jax.Array, learner: LearnerState, ring: ReplayState) -> tuple[LearnerState, ReplayState, Metrics]:

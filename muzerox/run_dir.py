@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -40,7 +41,7 @@ class RunDir:
         try:
             if self.config_file.exists():
                 raise UserError("--out", str(self.path), f"already holds a run; continue it with --resume {self.path}")
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if self.path.exists() and (not self.path.is_dir() or any(not _is_unfinished(file) for file in self.path.iterdir())):
                 raise UserError("--out", str(self.path), "exists and is not an empty directory")
             parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
             if not parent.is_dir():
@@ -127,6 +128,11 @@ class RunDir:
         """Drops rows after ``updates``: a resumed run writes them again."""
         kept = [json.dumps(row) for row in self.metrics() if row["updates"] <= updates]
         write_atomically(self.metrics_file, "".join(line + "\n" for line in kept))
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether it is what a process that was killed left of a file that it wrote."""
+    return re.fullmatch(r"\..+\.\d+", path.name) is not None
 
 
 def write_atomically(path: Path, text: str) -> None:

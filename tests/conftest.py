@@ -29,7 +29,8 @@ settings.load_profile("any machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     """What XLA is told, here and in subprocesses, before anything is compiled; flags that were given have the last word."""
-    given, slow = os.environ.get("XLA_FLAGS", "").replace(QUICKLY, ""), config.option.markexpr == "slow"  # a worker has ours
+    given = os.environ.get("XLA_FLAGS", "").replace(QUICKLY, "")  # a worker has ours
+    slow = config.option.markexpr.startswith(("slow", "thorough"))
     os.environ["XLA_FLAGS"] = " ".join([DEVICES, *([] if slow else [QUICKLY]), given])
     if slow:
         jax.devices()  # this process has read them

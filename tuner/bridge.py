@@ -6,8 +6,12 @@ when they are asked for: commands that only read their arguments need none of th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib.metadata
+import os
+import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +99,7 @@ __all__ = [
     "print_table",
     "resolve",
     "resolve_kind",
+    "source_of",
     "tell",
     "toml",
     "usage",
@@ -129,6 +134,23 @@ lent_cores = allocations.lent
 def environment(name: str) -> Environment | HostEnvironment:
     """An environment by its name, made once."""
     return make_env(name)
+
+
+def source_of(name: str) -> list[str]:
+    """What an environment on the host that was made here comes from: suites by version, and the file of a module that it names.
+
+    As far as it can be told; what is edited, or of another version, may take another time.
+    """
+    found = []
+    for package in ("gymnasium", "ale-py"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    module = sys.modules.get(name.partition("?")[0].partition(":")[2].rpartition(":")[0])
+    if module is not None and module.__file__:
+        with contextlib.suppress(OSError):
+            file = os.stat(module.__file__)
+            found.append(f"{module.__file__} {file.st_size} {file.st_mtime_ns}")
+    return found
 
 
 def concrete(config: Config, platform: str) -> Config:
@@ -188,18 +210,23 @@ def bounded_staleness(config: Config) -> int:
 
 
 # Freed before a knob is looked at by itself: the space rules on their combinations.
-_TOGETHER = {"search.split": 1, "runtime.num_envs": 1, "runtime.selfplay_workers": 1}
+_SPLIT = {"search.split": 1, "runtime.num_envs": 1, "runtime.selfplay_workers": 1}
+_TOGETHER: dict[str, dict[str, Any]] = {
+    "runtime.num_envs": _SPLIT,
+    "runtime.selfplay_workers": _SPLIT,
+    "runtime.role_threads": {"allocation.cores": None},
+    "allocation.cores": {"runtime.role_threads": 0},
+}
 
 
 def valid(config: Config, path: str, value: Any, platform: str) -> bool:
     """Whether the configuration may take ``value`` at ``path`` on a machine of ``platform``, other knobs aside."""
     if path == "replay.placement" and value == "host" and platform == "cpu":
         return False  # the device's memory is the host's
-    if path == "runtime.role_threads" and value and platform != "cpu":
+    if path == "runtime.role_threads" and value and (platform != "cpu" or value > len(available_cores())):
         return False  # only a CPU has threads to give
     try:
-        free = _TOGETHER if path in ("runtime.num_envs", "runtime.selfplay_workers") else {}
-        changed = config.replace({**free, path: value})
+        changed = config.replace({**_TOGETHER.get(path, {}), path: value})
         allocations.check(changed.allocation)
     except ConfigError:
         return path == "search.split"

@@ -295,14 +295,21 @@ whole training, searches that deepen on the way included, and what this very con
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--remeasure", action="store_true", help="measure the machine's rates again")
+    parser.add_argument(
+        "--remeasure",
+        action="store_true",
+        help="measure the machine's rates again, and forget how long environments' steps take here",
+    )
 
 
 def _info_with_fingerprint(info: Any) -> Any:
     def run(args: argparse.Namespace) -> int:
         from tuner.measuring.fingerprint import fingerprint
+        from tuner.measuring.workload import forget_step_seconds
         from tuner.reporting.tables import machine_rows
 
+        if args.remeasure:
+            forget_step_seconds()
         args.machine = lambda: {"measured rates": machine_rows(fingerprint(again=args.remeasure))}
         return info(args)
 

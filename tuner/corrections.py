@@ -81,10 +81,17 @@ def need_of(
 def for_training(
     config: Config, measured: Measurement, predictor: RuntimePredictor, hardware: Hardware, most: np.ndarray
 ) -> Config:
-    """The configuration with memory by what it was measured to use, and the cores it was measured with; ``most`` [R] at most."""
-    use = resources.need_of(config, measured, hardware)
+    """The configuration with memory by what it was measured to use, and the cores it was measured with; ``most`` [R] at most.
+
+    Searches that deepen take more memory than those which were measured, by as much as is predicted.
+    """
+    use, predicted = resources.need_of(config, measured, hardware), predictor.predict(describe(config), hardware)
     if measured.from_cache:  # the training may have to compile
-        use[1] = max(use[1], predictor.predict(describe(config), hardware).peak_bytes)
+        use[1] = max(use[1], predicted.peak_bytes)
+    deepest = config.deepenings[-1][1]
+    if deepest != config.search.num_simulations:
+        later = predictor.predict(describe(config.searching(deepest)), hardware)
+        use[1:] += np.maximum(resources.use_of(later) - resources.use_of(predicted), 0.0)[1:]
     allocated = resources.for_training(use, hardware, most)
     allocated[0] = config.allocation.cores or hardware.cores
     return resources.with_allocation(config, allocated, hardware, (), most)
@@ -191,7 +198,11 @@ def rebalanced(
     runs = [(config, trial) for config, trial in every if config.replace(_ALLOCATION) == work]
     first = max(index for index, (_, trial) in enumerate(runs) if trial.role != ROLE)
     since = [(config, trial.measurement) for config, trial in runs[first:]]
-    config = corrected(since, predictor, hardware, most, cores) if len(since) <= MOST else since[-1][0]
+    config = since[-1][0]
+    if len(since) <= MOST:
+        config = corrected(since, predictor, hardware, most, cores)
+        if config.allocation.cores == since[-1][0].allocation.cores:  # memory moves no time, and is not measured for itself
+            config = corrected([*since[:-1], (config, since[-1][1])], predictor, hardware, most, cores)
     return config, resources.use_of(predictor.predict(describe(config), hardware)), since[-1]
 
 

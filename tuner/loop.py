@@ -155,7 +155,9 @@ class _Tuning:
         folder.check_same({knob.path: self.space.options(knob.path) for knob in self.space.knobs}, task.goal.name)
         kept = folder.trials()
         self.trials = kept if kept and kept[0].seconds is not None else []  # a start that failed is measured anew
-        self._began, self._spent_before = began, self.trials[-1].elapsed if self.trials else 0.0
+        told = folder.result() if self.trials else None  # after the last trial, too: a comparison takes its time
+        spent = max(self.trials[-1].elapsed, told["seconds"] if told else 0.0) if self.trials else 0.0
+        self._began, self._spent_before = began, spent
         self.store = shared_store(self.hardware.id)
         seen = [trial.measurement for trial in self.trials]
         elsewhere = [m for m in shared_measurements(self.hardware.id, self.progress.say)[-HISTORY:] if m not in seen]
@@ -259,6 +261,7 @@ class _Tuning:
         self.proposer.learn([(self.space.encode(trial.changes), trial.measurement) for trial in self.trials])
         for level in self.levels.newly_refused(self.trials, self.ending.value):
             self.proposer.cover(every_point_with(self.space, "precision.level", level))
+        self.progress.choose(self.ending.best(self.trials))
 
     def _round(self, number: int, left: int) -> bool:
         """Proposes, allocates, measures, balances, learns. False when nothing is left, or no gain expected of what is.
@@ -366,7 +369,10 @@ class _Tuning:
     def _allocate(self, config: Config, temperature: float) -> tuple[Config, np.ndarray]:
         """The configuration under its allocation, and the use [R] predicted of it."""
         use = resources.use_of(self.predictor.predict(describe(config), self.hardware))
-        correction = resources.correction((trial.measurement, trial.predicted_use) for trial in self.trials)
+        # By what is predicted of them now: what was predicted before they ran knew less, and what is learnt since counts once.
+        measured = [trial.measurement for trial in self.trials]
+        expected = [self.predictor.predict(one.workload, self.hardware) for one in measured]
+        correction = resources.correction(zip(measured, map(resources.use_of, expected), strict=True))
         worth = corrections.marginal(self.predictor, describe(config), self.hardware)
         needs, most = use * correction, self.most
         self.state, given = resources.next_allocation(self.state, needs, temperature, self.hardware, most, worth)

@@ -17,6 +17,7 @@ import numpy as np
 from predictor import Hardware, Measurement, Params, Rates, Workload, hardware_rates, log_seconds, resident_bytes, staleness
 from predictor.analytic import Value
 from predictor.memory import fits
+from predictor.overlap import shared_devices
 from tuner.goal import Goal
 from tuner.residual import Residual, capacity, evaluate
 from tuner.space import Space, Tables, feasible, select, workloads
@@ -58,15 +59,24 @@ def price(workload: Workload, hardware: Rates, staleness_price: Value) -> Value:
     return taken + staleness_price * staleness(workload)
 
 
-def log_rent(workload: Workload, limits: Limits) -> Value:
+def log_rent(workload: Workload, hardware: Rates, limits: Limits) -> Value:
     """What turns log seconds into the log of what is minimised: the weighted logs of an hour's price and of power, both expected.
 
     0 where only time counts.
     """
-    held = resident_bytes(workload) / 2**30
-    hour = limits.core_price * workload.cores + limits.gib_price * held + limits.device_price * workload.num_devices
-    watts = _IDLE_WATTS + _CORE_WATTS * workload.cores + _GIB_WATTS * held + limits.device_watts * workload.num_devices
+    held, devices = resident_bytes(workload) / 2**30, _devices(workload, hardware)
+    hour = limits.core_price * workload.cores + limits.gib_price * held + limits.device_price * devices
+    watts = _IDLE_WATTS + _CORE_WATTS * workload.cores + _GIB_WATTS * held + limits.device_watts * devices
     return limits.money * jnp.log(jnp.maximum(hour, 1e-9)) + limits.energy * jnp.log(watts)
+
+
+def _devices(w: Workload, hardware: Rates) -> Value:
+    """Accelerators that are held: as :func:`tuner.resources.devices_of` tells of a configuration."""
+    acting, searching, learning = w.acting_devices, w.searching_devices, w.learning_devices
+    with_search, with_learning = shared_devices(w, hardware)
+    first = jnp.where(with_search, jnp.maximum(acting, searching), acting + searching)
+    roles = jnp.where(with_learning, jnp.maximum(first, learning), first + learning)
+    return jnp.where(jnp.asarray(w.sebulba) > 0.0, roles, w.num_devices)
 
 
 def missed_power(measurement: Measurement, limits: Limits) -> float:
@@ -76,7 +86,8 @@ def missed_power(measurement: Measurement, limits: Limits) -> float:
     joules, seconds = measurement.joules_per_env_step, measurement.seconds_per_env_step
     if not joules or not seconds:
         return math.inf
-    expected = float(log_rent(measurement.workload, limits._replace(money=0.0, energy=1.0)))
+    rates = hardware_rates(measurement.hardware)
+    expected = float(log_rent(measurement.workload, rates, limits._replace(money=0.0, energy=1.0)))
     return float(limits.energy) * (math.log(joules / seconds) - expected)
 
 
@@ -92,7 +103,7 @@ def cost(measurement: Measurement, hardware: Hardware, limits: Limits) -> float:
 @jax.jit
 def _paid(workload: Workload, hardware: Rates, limits: Limits) -> Value:
     """Prices and log of the rent of candidates, fields [] or [C]."""
-    return log_rent(workload, limits) + price(workload, hardware, limits.staleness_price)
+    return log_rent(workload, hardware, limits) + price(workload, hardware, limits.staleness_price)
 
 
 def energy(

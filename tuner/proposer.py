@@ -154,7 +154,10 @@ class Proposer:
 
     def rent(self, measurement: Measurement) -> float:
         """What a second of a measured configuration counts as; 1 where only time matters."""
-        return math.exp(float(log_rent(measurement.workload, self.limits)) + missed_power(measurement, self.limits))
+        return math.exp(
+            float(log_rent(measurement.workload, hardware_rates(measurement.hardware), self.limits))
+            + missed_power(measurement, self.limits)
+        )
 
     def cost(self, measurement: Measurement) -> float:
         """What is minimised, of a measured configuration; infinite where it failed."""
@@ -246,7 +249,7 @@ class Proposer:
         points, measured = zip(*ran, strict=True)
         filled = np.array(points + points[:1] * (capacity(len(points)) - len(points)), np.int32)
         seconds = self.log_seconds(filled)[: len(points)]
-        rents = [float(log_rent(m.workload, self.limits)) for m in measured]
+        rents = [float(log_rent(m.workload, hardware_rates(m.hardware), self.limits)) for m in measured]
         return min(s + rent + self.price(m) for s, rent, m in zip(seconds, rents, measured, strict=True))
 
     def _choices(self) -> list[tuple[Point, Measurement]]:

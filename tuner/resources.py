@@ -61,7 +61,7 @@ def limits(hardware: Hardware, use: np.ndarray | None = None, most: np.ndarray |
     return allocate.Limits(np.array([1.0, use[1] + on_host, use[2] * _DEVICE_MINIMUM + on_device], np.float32), maximum)
 
 
-def correction(runs: Iterable[tuple[Measurement, Sequence[float]]]) -> np.ndarray:
+def correction(runs: Iterable[tuple[Measurement, Sequence[float] | np.ndarray]]) -> np.ndarray:
     """Measured over predicted use [R], from measurements and the use that was predicted of each."""
     pairs = [(_seen(measured), predicted) for measured, predicted in runs if measured.outcome == Outcome.OK]
     if not pairs:

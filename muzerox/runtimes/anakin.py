@@ -21,6 +21,7 @@ from muzerox.compilation import ONCE, compile_beside, compiler_options
 from muzerox.config import Config
 from muzerox.errors import ConfigError
 from muzerox.learner import LearnerState, init_learner, make_update
+from muzerox.parallel import over
 from muzerox.replay import ReplayState
 from muzerox.runtimes import placement
 from muzerox.selfplay import ActorState, EpisodeStats, init_actors, make_act
@@ -78,8 +79,9 @@ def build(config: Config, env: Environment, algorithm: Algorithm) -> Runtime:
     num_envs = config.runtime.num_envs
     earned, cost, first_rows = _pace(config)
     # Jitted so that they are traced once, though their shapes are asked for first: either takes half a second or more.
-    act = jax.jit(make_act(env, algorithm, random_action=config.train.random_action), inline=True)
-    update = jax.jit(make_update(config, env.spec, algorithm), inline=True)
+    by_devices = over(mesh, algorithm)
+    act = jax.jit(make_act(env, by_devices, random_action=config.train.random_action), inline=True)
+    update = jax.jit(make_update(config, env.spec, by_devices, mesh), inline=True)
 
     def begin(key: jax.Array) -> tuple[jax.Array, LearnerState, ActorState]:
         key_params, key_envs, key_run = jax.random.split(key, 3)

@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from muzerox.allocation import GIB, available_cores, available_memory, resident_memory
 from muzerox.config import Config, ReplayConfig
 from muzerox.errors import ConfigError
+from muzerox.parallel import AXIS
 from muzerox.replay import ReplayState
 from muzerox.sections import RuntimeConfig
 
 log = logging.getLogger("muzerox.placement")
-AXIS = "data"  # environments, replay columns and batches are split over it
 
 
 def make_mesh(num_devices: int) -> Mesh:

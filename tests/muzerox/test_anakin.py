@@ -58,10 +58,11 @@ def test_the_replay_ratio_is_kept(num_envs: int, batch: int, ratio: float, loop_
 
 
 @functools.cache
-def cartpole(loop_count: int, num_devices: int = 1, placement: str = "device") -> Runtime:
+def cartpole(loop_count: int, num_devices: int = 1, placement: str = "device", split: int = 1) -> Runtime:
     config = small_config(
         runtime__loop_count=loop_count,
         runtime__num_devices=num_devices,
+        search__split=split,
         replay__placement=placement,
         train__replay_ratio=1.5,
     )
@@ -118,8 +119,8 @@ def test_a_replay_in_the_memory_of_the_host_changes_nothing(monkeypatch: pytest.
         np.testing.assert_array_equal(a, b)
 
 
-def test_two_devices_learn_what_one_learns() -> None:
-    runtimes = [cartpole(1), cartpole(1, num_devices=2)]
+def test_two_devices_learn_what_one_learns_in_two_parts() -> None:
+    runtimes = [cartpole(1, split=2), cartpole(1, num_devices=2)]
     (one, losses_one), (two, losses_two) = (_run(runtime, [1] * 4) for runtime in runtimes)
     for a, b in zip(losses_one, losses_two, strict=True):
         assert a.env_steps == b.env_steps

@@ -12,6 +12,8 @@ from refusals import INSTALLED, call, check, run, snapshot
 
 from muzerox import config_io
 from muzerox.config import Config
+from muzerox.errors import UserError
+from muzerox.run_dir import RunDir
 
 # A command line and the parts its one line on stderr must all have. {T} is the directory the test plays in.
 Case = tuple[str, list[str]]
@@ -276,3 +278,11 @@ def test_no_permission(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = snapshot(world)
     check(*call("train --out {T}/full/run", world, capsys), ["--out = '{T}/full/run'", "cannot be written"], world)
     assert snapshot(world) == before
+
+
+def test_what_a_kill_left_of_the_first_file_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / ".config.toml.1234").write_text("half of it")
+    RunDir(tmp_path).check_new()
+    (tmp_path / "notes").write_text("somebody's")
+    with pytest.raises(UserError, match="not an empty directory"):
+        RunDir(tmp_path).check_new()

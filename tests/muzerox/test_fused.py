@@ -27,6 +27,7 @@ MIX, MIN_MAX, SIBLINGS = (
     functools.partial(mctx.qtransform_by_min_max, min_value=-8.0, max_value=8.0),
     mctx.qtransform_by_parent_and_siblings,
 )
+THOROUGH = (pytest.mark.slow, pytest.mark.thorough)
 GUMBEL = [
     (Case(), {}),
     (Case(batch=1, simulations=1, actions=2), {}),
@@ -158,8 +159,8 @@ def test_the_network_is_asked_once_a_round(monkeypatch: pytest.MonkeyPatch) -> N
     [
         Case(batch=256, simulations=32, actions=18, seed=5),
         Case(batch=256, simulations=50, actions=2, seed=6, discount=-1.0),
-        pytest.param(Case(batch=64, simulations=200, actions=82, seed=7), marks=pytest.mark.slow),
-        pytest.param(Case(batch=256, simulations=100, actions=9, seed=8, spread=5.0, sharpness=3.0), marks=pytest.mark.slow),
+        pytest.param(Case(batch=64, simulations=200, actions=82, seed=7), marks=THOROUGH),
+        pytest.param(Case(batch=256, simulations=100, actions=9, seed=8, spread=5.0, sharpness=3.0), marks=THOROUGH),
     ],
     ids=lambda case: f"{case.batch}x{case.simulations}x{case.actions}",
 )

@@ -77,7 +77,7 @@ def test_a_run_makes_the_steps_and_updates_it_says(players: int, changes: dict[s
     needed = sebulba.pipeline.make_pace(config).steps_before(last)
     assert report.env_steps == state.env_steps == saved.env_steps == -(-needed // 4) * 4
     assert check_rows(saved) * 4 == saved.env_steps
-    assert report.pipeline["batch_staleness_mean"] >= 0.0
+    assert 0.0 <= report.pipeline["batch_staleness_mean"] <= sebulba.pipeline.make_window(config)
     names = ("context_put", "search_put", "search_get", "batch_put", "batch_get", "step_put", "parameters_get")
     assert {f"wait_{name}_seconds" for name in names} <= waits
 
@@ -196,8 +196,8 @@ class Flaky:
         return HostEnvironment(HOST.spec, build)
 
 
-def run_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str, ...], **changes: Any) -> tuple[float, int]:
-    """Failures reported, and rows in the ring beyond or short of those counted, once counts, order and threads are right."""
+def check_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str, ...], **changes: Any) -> None:
+    """All failures are reported, and the ring holds every row that was counted, once; counts, order and threads are right."""
     # A step that a busy machine makes wait for a second is a failure, too, which nobody asked for.
     config = pipeline_config(train__max_env_steps=steps, runtime__step_timeout=1.0, replay__capacity=2 * steps, **changes)
     flaky = Flaky(failures=failures, chance=chance, kinds=kinds)
@@ -219,16 +219,15 @@ def run_with_failures(failures: int, steps: int, chance: float, kinds: tuple[str
     assert saved.env_steps == -(-needed // 4) * 4
     assert check_rows(saved) * 4 == saved.env_steps, "the ring holds every row that was counted, once"
     assert threads_beside(before, seconds=10) == []
-    return seen, check_rows(saved) * 4 - saved.env_steps
 
 
 def test_failures_of_simulators_cost_no_row_and_no_deadlock() -> None:
-    assert run_with_failures(8, 1200, 0.05, ("raise before", "raise after", "exit", "hang")) == (8, 0)
+    check_with_failures(8, 1200, 0.05, ("raise before", "raise after", "exit", "hang"))
 
 
 @pytest.mark.slow
 def test_fifty_failures_in_one_run() -> None:
-    assert run_with_failures(50, 12_000, 0.03, ("raise before", "raise after", "exit", "hang")) == (50, 0)
+    check_with_failures(50, 12_000, 0.03, ("raise before", "raise after", "exit", "hang"))
 
 
 @pytest.mark.slow

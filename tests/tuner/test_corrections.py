@@ -16,7 +16,7 @@ import muzerox.allocation
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor, Workload
 from tuner import allocate, balance, corrections, resources
 from tuner.allocate import Limits
-from tuner.balance import NOTHING, Seen, State, correct
+from tuner.balance import NOTHING, Seen, correct
 from tuner.bridge import Config, UserError, concrete, get
 from tuner.history import Trial
 from tuner.measuring.workload import describe
@@ -343,6 +343,36 @@ def test_the_best_of_a_tuning_is_measured_again_under_the_allocation_its_runs_sa
     assert next_of(best, *often) == one  # no more corrections
 
 
+def test_memory_to_be_corrected_keeps_cores_from_nothing(machine: Hardware, tiny: Config) -> None:
+    """A start that asked for no memory has all there is: more than it needs, by more than its cores are."""
+    predictor, most = RuntimePredictor(), np.array([4.0, machine.memory_bytes, 0.0], np.float32)
+    start = concrete(tiny.replace("allocation.cores", 4), "cpu")
+    used = ran(machine, describe(start), cpu_use=0.9, seconds_per_env_step=1e-4, peak_bytes=0.5 * 2**30)
+    costs = dict.fromkeys(("predicted_uncalibrated", "predicted_base", "predicted"), 1e-4)
+    places = {"changes": {}, "config": start.to_dict(), "predicted_use": (1.0, 1e9, 0.0), "temperature": 0.1}
+    trial = Trial(number=0, role="baseline", measurement=used, elapsed=1.0, **places, **costs)
+    config, _, beside = corrections.rebalanced([trial], trial, predictor, machine, most, (1, 2, 3, 4))
+    assert config.allocation.cores is not None
+    assert config.allocation.cores < 4
+    assert (config.allocation.memory_gib or math.inf) < machine.memory_bytes / 2**30
+    assert beside == (start, used), "it is measured beside what ran"
+
+
+def test_a_training_is_given_memory_for_its_deepest_searches(machine: Hardware, tiny: Config) -> None:
+    shallow = concrete(tiny.replace({"runtime.num_envs": 512, "network.width": 256, "replay.capacity": 65_536}), "cpu")
+    deepening = shallow.replace("search.final_simulations", 512)
+    predictor, most = RuntimePredictor(), np.array([2.0, machine.memory_bytes, 0.0], np.float32)
+    used = ran(machine, describe(shallow), cpu_use=1.0, seconds_per_env_step=1e-4, peak_bytes=1.0 * 2**30)
+    least, given = (
+        corrections.for_training(config, used, predictor, machine, most).allocation.memory_gib or math.nan
+        for config in (shallow, deepening)
+    )
+    counts = tiny.search.num_simulations, 512
+    first, last = (predictor.predict(describe(deepening.searching(count)), machine).peak_bytes / 2**30 for count in counts)
+    assert last > first + 0.5
+    assert given >= least + last - first
+
+
 def test_the_cores_of_the_start_are_not_the_most_there_may_be(machine: Hardware, given: Config) -> None:
     """They are a knob; the memory that a start asks for is a bound."""
     most, state = corrections.begin(given, (), machine)
@@ -352,11 +382,3 @@ def test_the_cores_of_the_start_are_not_the_most_there_may_be(machine: Hardware,
     assert next_one[0] > 3.0  # what uses three cores is given more than one
     assert corrections.begin(given, (), machine, max_cores=2)[0][0] == 2.0
     assert corrections.begin(given.replace("allocation.memory_gib", None), (), machine)[0][1] == machine.memory_bytes
-
-
-def test_the_state_is_a_function_of_the_runs(machine: Hardware, workload: Workload, given: Config) -> None:
-    first = ran(machine, dataclasses.replace(workload, cores=1.0), cpu_use=0.5, peak_bytes=0.4 * 2**30)
-    one, other = (corrections.state_after([(given, first)], RuntimePredictor(), machine) for _ in range(2))
-    assert isinstance(one, State)
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(a, b)

@@ -130,7 +130,15 @@ def test_damaged_parameters_are_refused(learnt: tuple[Config, EnvSpec, Learnt]) 
 
 @pytest.mark.slow(70)
 @pytest.mark.usefixtures("compiling_as_users_do")
-@pytest.mark.parametrize("env", ["gymnax:CartPole-v1", "pgx:tic_tac_toe", "gymnax:Breakout-MinAtar", "gymnasium:CartPole-v1"])
+@pytest.mark.parametrize(
+    "env",
+    [
+        "gymnax:CartPole-v1",
+        "gymnasium:CartPole-v1",
+        pytest.param("pgx:tic_tac_toe", marks=pytest.mark.thorough),
+        pytest.param("gymnax:Breakout-MinAtar", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_levels_that_ship_are_accepted(env: str, machine: Hardware) -> None:
     config = Config.preset(env).replace("precision.level", "O0")
     levels = ["O0", "O1", "O1_float16", "O2"]

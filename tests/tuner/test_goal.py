@@ -68,10 +68,20 @@ def test_goals_are_spelled() -> None:
 def test_money_is_the_price_of_an_hour_times_the_seconds(machine: Hardware, workload: Workload, space: Space) -> None:
     goal = Goal(money=1.0, core=0.3, gib=0.7, device=5.0)
     on_cpu, on_gpu = (limits_of(goal, dataclasses.replace(machine, platform=name), space, 0.0) for name in ("cpu", "gpu"))
-    hour = 0.3 * workload.cores + 0.7 * float(resident_bytes(workload)) / 2**30
-    assert float(log_rent(workload, on_cpu)) == pytest.approx(math.log(hour), rel=1e-5)
-    assert float(log_rent(workload, on_gpu)) == pytest.approx(math.log(hour + 5.0 * workload.num_devices), rel=1e-5)
-    assert float(log_rent(workload, limits_of(Goal(), machine, space, 0.0))) == 0.0
+    hour, rates = 0.3 * workload.cores + 0.7 * float(resident_bytes(workload)) / 2**30, hardware_rates(machine)
+    assert float(log_rent(workload, rates, on_cpu)) == pytest.approx(math.log(hour), rel=1e-5)
+    assert float(log_rent(workload, rates, on_gpu)) == pytest.approx(math.log(hour + 5.0 * workload.num_devices), rel=1e-5)
+    assert float(log_rent(workload, rates, limits_of(Goal(), machine, space, 0.0))) == 0.0
+
+
+@pytest.mark.parametrize(("devices", "held"), [(8, 5), (4, 4), (3, 2), (2, 2)])
+def test_roles_pay_for_the_accelerators_that_they_hold(
+    devices: int, held: int, machine: Hardware, threaded: Workload, space: Space
+) -> None:
+    roles = dataclasses.replace(threaded, acting_devices=2.0, searching_devices=1.0, learning_devices=2.0)
+    gpus = dataclasses.replace(machine, platform="gpu", devices=devices)
+    limits = limits_of(Goal(money=1.0, core=0.0, gib=0.0, device=3.0), gpus, space, 0.0)
+    assert math.exp(float(log_rent(roles, hardware_rates(gpus), limits))) == pytest.approx(3.0 * held)
 
 
 def test_four_cores_that_are_twice_as_fast_are_worth_their_time_but_not_their_price(

@@ -49,11 +49,12 @@ def drawn(*arguments: object, width: int = 110, **named: object) -> list[str]:
 
 
 def test_a_long_history_shows_the_newest_and_the_best(trials: list[Trial]) -> None:
-    assert [trial.number for trial in shown_trials(trials, 12)] == [2, *range(9, 20)]
-    assert [trial.number for trial in shown_trials(trials[:5], 12)] == [0, 1, 2, 3, 4]
-    assert [trial.number for trial in shown_trials(trials[:4], 2)] == [2, 3]
+    assert [trial.number for trial in shown_trials(trials, trials[2], 12)] == [2, *range(9, 20)]
+    assert [trial.number for trial in shown_trials(trials[:5], trials[2], 12)] == [0, 1, 2, 3, 4]
+    assert [trial.number for trial in shown_trials(trials[:4], trials[2], 2)] == [2, 3]
+    assert [trial.number for trial in shown_trials(trials[:4], None, 2)] == [2, 3]
     running = Running(20, "random", "num_envs=512 level=O1", 2e-4, 200.0)
-    lines = drawn(trials, running, elapsed=203.4, rows=12)
+    lines = drawn(trials, running, trials[2], elapsed=203.4, rows=12)
     assert sum("x best" in line for line in lines) == 1
     best = next(line for line in lines if "x best" in line)
     assert "20,000" in best
@@ -69,7 +70,7 @@ def test_a_long_history_shows_the_newest_and_the_best(trials: list[Trial]) -> No
 
 def test_it_fits_a_narrow_terminal(trials: list[Trial]) -> None:
     running = Running(20, "random", "num_envs=512 " * 20, 2e-4, 200.0)
-    lines = drawn(trials, running, elapsed=203.4, rows=12, width=80)
+    lines = drawn(trials, running, trials[2], elapsed=203.4, rows=12, width=80)
     assert max(map(len, lines)) <= 80
     assert len(lines) == 12 + 1 + 5  # one line a trial, however much it says
 
@@ -114,6 +115,7 @@ def test_the_terminal_is_whole_however_a_tuning_ends(
             progress.trial(2, "annealed", "num_envs=66", 1e-4, 20.0)
             time.sleep(0.1)
             progress.measured(trials[2], trials[0])
+            progress.choose(trials[2])
             progress.say("a line of [its] own")
             time.sleep(0.1)
             if how is not None:

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from muzerox.cli import main
 from muzerox.config import Config, paths
 from muzerox.runtimes.sebulba.pipeline import make_window
 from predictor import Workload, staleness
 from predictor.graph import EDGE_TYPES, NODE_TYPES
-from tuner.bridge import concrete, get
+from tuner.bridge import available_cores, concrete, get
 from tuner.measuring import workload
 from tuner.measuring.workload import describe
 from tuner.neighbourhood import space_around
@@ -119,6 +120,56 @@ def test_a_step_on_the_host_is_measured_once(monkeypatch: pytest.MonkeyPatch, tm
         workload.host_step_seconds.cache_clear()
         assert workload.host_step_seconds("gymnasium:CartPole-v1") == 2e-5
     workload.host_step_seconds.cache_clear()
+
+
+def test_a_step_is_measured_again_once_its_simulator_has_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MUZEROX_HOME", str(tmp_path / "home"))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "changing_simulator.py"
+    module.write_text("import gymnasium\ngymnasium.register('Changing-v0', 'gymnasium.envs.classic_control:CartPoleEnv')\n")
+    times = iter([1e-5, 2e-5, 3e-5])
+    monkeypatch.setattr(workload, "_time_steps", lambda _: next(times))
+
+    def told() -> float:
+        workload.host_step_seconds.cache_clear()  # as another process
+        return workload.host_step_seconds("gymnasium:changing_simulator:Changing-v0")
+
+    assert (told(), told()) == (1e-5, 1e-5)
+    module.write_text(module.read_text() + "# edited\n")
+    assert (told(), told()) == (2e-5, 2e-5)
+    assert main(["info", "--remeasure"]) == 0
+    assert "measured rates" in capsys.readouterr().out
+    assert told() == 3e-5, "and what it imports may have changed"
+    workload.host_step_seconds.cache_clear()
+
+
+def test_threads_and_cores_limit_each_other_in_combinations_alone() -> None:
+    """A start on one core may be given two, each role with a thread or two; and back."""
+    if len(available_cores()) < 2:
+        pytest.skip("needs two cores")
+    start = Config.preset("gymnasium:CartPole-v1")
+    one = space_of(start.replace({"allocation.cores": 1, "runtime.role_threads": 0}))
+    two = space_of(start.replace({"allocation.cores": 2, "runtime.role_threads": 2}))
+    for space in (one, two):
+        assert {0, 1, 2} <= set(space.options("runtime.role_threads"))
+        assert {1, 2} <= set(space.options("allocation.cores"))
+        assert max(space.options("runtime.role_threads")) <= len(available_cores())
+    values = one.decode(one.start) | {"runtime.role_threads": 2}
+    both = np.array([one.encode(values), one.encode(values | {"allocation.cores": 2})], np.int32)
+    made = workloads(one.base, one.tables(), jnp.asarray(both))
+    assert feasible(made, one.max_num_envs, one.max_staleness).tolist() == [False, True]
+
+
+def test_all_cores_of_a_machine_are_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seldom a power of two; and as many as may be taken."""
+    ten = list(range(10))
+    for module in ("tuner.bridge", "tuner.neighbourhood", "muzerox.allocation"):
+        monkeypatch.setattr(f"{module}.available_cores", lambda: ten)
+    start = concrete(Config.preset("gymnax:CartPole-v1").replace("allocation.cores", 2), "cpu")
+    assert space_around(start, "neutral", "cpu").options("allocation.cores") == (1, 2, 3, 4, 6, 8, 10)
+    assert space_around(start, "neutral", "cpu", 7).options("allocation.cores") == (1, 2, 3, 4, 6, 7)
 
 
 def test_decoding_and_encoding_are_inverse() -> None:

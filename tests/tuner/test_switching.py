@@ -75,6 +75,24 @@ def test_what_makes_no_configuration_is_not_asked_of_a_training(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == [], "neither live.json nor a row of a switch"
 
 
+@pytest.mark.parametrize("applied", [True, False])
+def test_what_nobody_lived_to_judge_is_undone(applied: bool, tmp_path: Path, tiny: Config, machine: Hardware) -> None:
+    """Whoever tried a candidate was killed, before or after its configuration was written."""
+    run = RunDir(tmp_path / "run")
+    before, after = {"runtime.loop_count": 4}, {"runtime.loop_count": 16}
+    run.create(concrete(tiny.replace({**ENDLESS, **(after if applied else before)}), "cpu"))
+    tried = Switch(number=0, env_steps=1000, kind="speed", reason="slow", how="restart", before=before, after=after,
+                   expected_gain=1.5)  # fmt: skip
+    switches.append(run, tried)
+    follower = following(run.load_config(), run, machine)
+    follower._undo_what_was_on_trial()
+    assert run.load_config().runtime.loop_count == follower.training.config.runtime.loop_count == 4
+    (told,) = switches.load(run)
+    assert told.verdict == ("undone" if applied else "cut short")
+    follower._undo_what_was_on_trial()
+    assert switches.load(run) == [told], "once"
+
+
 def test_a_candidate_that_failed_is_learnt_as_what_it_was(
     tmp_path: Path, tiny: Config, machine: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +178,15 @@ def test_stopped_before_its_training_heeds_signals_it_has_stopped(number: int, t
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert not (tmp_path / "run").exists(), "it was still importing"
+
+
+def test_what_lies_where_it_is_run_is_not_taken_for_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("random", "signal", "copy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the library')\n")
+    training = Child(["--help"], as_json=False)
+    assert training.wait(120.0) == 0
+    assert "--resume" in training.said()
 
 
 def begun(training: Training, seconds: float = 120.0) -> None:

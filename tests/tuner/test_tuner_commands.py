@@ -21,7 +21,7 @@ from predictor import Hardware, RuntimePredictor, Store
 from tuner.bridge import Config, concrete, load_config
 from tuner.following.retune import Trained
 from tuner.history import TuneDir
-from tuner.measuring.fingerprint import cpu_name, fingerprint
+from tuner.measuring.fingerprint import _accelerators, _cheap_key, cpu_name, fingerprint
 from tuner.measuring.workload import describe
 from tuner.objective import STALENESS_PRICE
 from tuner.result import TuneResult
@@ -98,6 +98,22 @@ def test_info_shows_the_measured_machine(tmp_path: Path) -> None:
     assert 1e8 < kept.copy_bytes_per_second < 1e13
     assert 1e-7 < kept.dispatch_seconds < 1e-1
     assert 0.0 <= kept.narrowing_seconds < 1e-8
+
+
+def test_another_accelerator_is_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept of a host is not taken for the same host with a GPU more, or once JAX can use it."""
+    for number, name in enumerate(("NVIDIA H100", "NVIDIA H100")):
+        folder = tmp_path / f"0000:0{number}:00.0"
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t\t {name}\nIRQ:   \t\t 1{number}\n")
+    found = _accelerators(tmp_path)
+    assert [line for line in found if "H100" in line] == ["Model: \t\t NVIDIA H100"] * 2
+    assert not any("IRQ" in line for line in found)
+    keys = {_cheap_key()}
+    for accelerators in (found, found[:-1], ["cuda12 0.10.2"]):
+        monkeypatch.setattr("tuner.measuring.fingerprint._accelerators", lambda there=accelerators: there)
+        keys.add(_cheap_key())
+    assert len(keys) == 4
 
 
 BAD: list[tuple[list[str], str]] = [

@@ -44,13 +44,14 @@ class Child:
     """A process of ``muzerox train``. Its stderr is ours; what it prints is kept. A terminal's signals are ours to pass on."""
 
     def __init__(self, arguments: Sequence[str], *, as_json: bool):
-        command = [sys.executable, "-m", "muzerox", "train", *arguments, *(["--json"] if as_json else [])]
+        # -P, as for whoever measures: what lies in the working directory must not hide a module of the standard library.
+        command = [sys.executable, "-P", "-m", "muzerox", "train", *arguments, *(["--json"] if as_json else [])]
         self._stdout, self._said = tempfile.TemporaryFile(), ""
         environment = dict(os.environ)
         if sys.stdout.isatty():  # its tables are for this terminal
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
         self._asked = False
-        starter = [sys.executable, "-S", "-c", _DIE_POLITELY, str(os.getpid())]
+        starter = [sys.executable, "-S", "-P", "-c", _DIE_POLITELY, str(os.getpid())]
         # In a session of its own: whether Ctrl-C came to all of a terminal or to us alone, it hears of it once.
         self._process = subprocess.Popen([*starter, *command], stdout=self._stdout, env=environment, start_new_session=True)
         # Waiting for a process for so many seconds is looking at it twenty times a second, on the cores that it trains on.
@@ -80,7 +81,7 @@ class Child:
         self._process.send_signal(signal.SIGINT)
 
     def send(self, number: int) -> None:
-        """Sends it and its simulators a signal."""
+        """Sends it a signal, and what it started in its own group, which simulators in processes are not: they wait for it."""
         if self._ending.is_alive():
             with contextlib.suppress(ProcessLookupError):  # it has ended this moment
                 os.killpg(self._process.pid, number)

@@ -119,6 +119,7 @@ class _Phases:
     def train(self, arguments: Sequence[str], *, phased: bool) -> tuple[int, str]:
         """Starts the training and follows it to its end. Exit code, and what its last process printed."""
         training = self.training
+        self._undo_what_was_on_trial()
         with training.signals():
             training.start(arguments)
             while (code := training.wait(POLL_SECONDS if phased else None)) is None:
@@ -128,6 +129,21 @@ class _Phases:
                         self._end_phase(reason)
                         break  # what was reported meanwhile belongs to no phase
             return code, training.said()
+
+    def _undo_what_was_on_trial(self) -> None:
+        """A switch that whoever followed the run before was killed over: nobody has seen whether it pays."""
+        last = next(reversed(switches.load(self.run)), None)
+        if last is None or last.verdict != switches.ON_TRIAL:
+            return
+        if not self._is_left_with(last.after):  # it did not get that far, or somebody has changed it since
+            self._judge(last, "cut short")
+            return
+        with self.run.lock():
+            self.training.restore(last.before)
+        config = self.training.config
+        # What is asked for now has the last word.
+        self.training.config = config.replace({p: v for p, v in last.before.items() if get(config, p) == last.after[p]})
+        self._judge(last, "undone")
 
     # A phase ends ----------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ class Switch:
     expected_gain: float  # times faster, as predicted
     measured_gain: float | None = None  # steps/s after over before; absent while it is on trial, and where it failed
     cost_seconds: float | None = None  # from the request to the first report in the new configuration
-    # Then kept, undone, left (it gains nothing, but going back would cost more, or the training ended on the way), failed, or
-    # cut short.
+    # Then kept, undone (by whoever goes on with the run, where whoever tried it was killed), left (it gains nothing, but going
+    # back would cost more, or the training ended on the way), failed, or cut short.
     verdict: str = ON_TRIAL
 
 

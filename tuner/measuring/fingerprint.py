@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from predictor import Hardware
@@ -145,7 +146,22 @@ def _cheap_key() -> str:
     visible = {name: os.environ.get(name, "") for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
     gpu = any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/accel0"))
     facts = [_HOW, _cpu_model(), len(available_cores()), round(available_memory() / 2**30), visible, gpu]
-    return hashlib.sha256(json.dumps([*facts, importlib.metadata.version("jaxlib")]).encode()).hexdigest()[:12]
+    facts += [importlib.metadata.version("jaxlib"), *_accelerators()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def _accelerators(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """What lets JAX use an accelerator, by version, and NVIDIA's by model: with another of either it is another machine."""
+    import importlib.metadata
+
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    found = sorted(f"{plugin.name} {plugin.dist.version}" for plugin in plugins if plugin.dist is not None)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found.append(f"libtpu {importlib.metadata.version('libtpu')}")
+    with contextlib.suppress(OSError):
+        told = [file.read_text(errors="replace") for file in gpus.glob("*/information")]
+        found += sorted(line for text in told for line in text.splitlines() if line.startswith("Model:"))
+    return found
 
 
 __all__ = ["WorkerFailed", "fingerprint", "measure_rates"]

@@ -32,6 +32,7 @@ from tuner.bridge import (
     home,
     in_process,
     make_model,
+    source_of,
     write_atomically,
 )
 from tuner.disk import saving
@@ -156,7 +157,7 @@ _LEAST_STEP = 1e-7  # seconds; no environment in Python or C takes less
 
 @functools.lru_cache(8)
 def host_step_seconds(env_id: str) -> float:
-    """Seconds of a step of one environment on the host, measured once a machine; 0 for one that is a program of the device.
+    """Seconds of a step of one environment on the host, measured once a machine and version; 0 for one that is a program.
 
     Raises:
       RunFailed: it fails when it is stepped.
@@ -164,8 +165,8 @@ def host_step_seconds(env_id: str) -> float:
     """
     if not isinstance(environment(env_id), HostEnvironment):
         return 0.0
-    machine = [env_id, host.node(), host.machine(), len(available_cores())]
-    file = home() / "environments" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:12]}.json"
+    machine = [env_id, source_of(env_id), host.node(), host.machine(), len(available_cores())]
+    file = _steps_folder() / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:12]}.json"
     if (kept := _kept_step_seconds(file)) is not None:
         return kept
     with saving("MUZEROX_HOME", home()):  # what cannot be kept is not measured first
@@ -174,6 +175,22 @@ def host_step_seconds(env_id: str) -> float:
     with saving("MUZEROX_HOME", home()):
         write_atomically(file, json.dumps({"env": env_id, "step_seconds": seconds}) + "\n")
     return seconds
+
+
+def forget_step_seconds() -> None:
+    """Has environments timed again that were: what a module imports may have changed, which nobody sees.
+
+    Raises:
+      UserError: what was kept cannot be deleted.
+    """
+    with saving("MUZEROX_HOME", home()):
+        for file in _steps_folder().glob("*.json"):
+            file.unlink(missing_ok=True)
+    host_step_seconds.cache_clear()
+
+
+def _steps_folder() -> Path:
+    return home() / "environments"
 
 
 def _kept_step_seconds(file: Path) -> float | None:

@@ -125,7 +125,7 @@ def _frame(x: Axis, y: Axis, names: tuple[str, str], body: Sequence[Markup], lab
 
 
 def history(dots: Sequence[Dot], failed: Sequence[tuple[float, str]], names: tuple[str, str], label: str) -> Markup:
-    """Measured values along trials or time, a thin line to what was expected of each (``low``), the best so far, failures.
+    """Measured values along trials or time, a thin line to what was expected of each (``low``), the fastest so far, failures.
 
     Args:
       dots: in order of ``x``.

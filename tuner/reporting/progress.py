@@ -48,6 +48,7 @@ class Progress:
         self._stack, self._budget = ExitStack(), budget
         self._trials: list[Trial] = []
         self._running: Running | None = None
+        self._best: Trial | None = None
         self._elapsed, self._at = 0.0, time.monotonic()  # seconds of tuning at a moment of the clock
         self._bar = Bar(
             TextColumn("tuning"), BarColumn(), TextColumn("{task.fields[left]}"), console=self._console, auto_refresh=False
@@ -97,6 +98,10 @@ class Progress:
         if self._live is None:
             self.say(trial_line(trial, baseline))
 
+    def choose(self, best: Trial) -> None:
+        """The best so far, as the tuning counts: the fastest may be of a precision that is refused, or dear."""
+        self._best = best
+
     def _set_elapsed(self, elapsed: float) -> None:
         self._elapsed, self._at = elapsed, time.monotonic()
 
@@ -111,7 +116,7 @@ class Progress:
         if not trials and running is None:
             return self._bar
         rows = max(1, min(_ROWS, self._console.height - _OTHER_LINES))
-        return Group(live_table(trials, running, elapsed=elapsed, rows=rows), self._bar)
+        return Group(live_table(trials, running, self._best, elapsed=elapsed, rows=rows), self._bar)
 
 
 def _clock(seconds: float) -> str:
@@ -121,20 +126,15 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest as measured; None where none ran."""
-    return min((trial for trial in trials if trial.seconds), key=lambda trial: trial.seconds or 0.0, default=None)
-
-
-def shown_trials(trials: Sequence[Trial], rows: int) -> list[Trial]:
+def shown_trials(trials: Sequence[Trial], best: Trial | None, rows: int) -> list[Trial]:
     """The newest ``rows`` of ``trials``; the best one in place of the oldest of these where it is older still."""
-    best, newest = best_of(trials), list(trials[-rows:])
+    newest = list(trials[-rows:])
     return newest if best is None or best in newest else [best, *newest[1:]]
 
 
-def live_table(trials: Sequence[Trial], running: Running | None, *, elapsed: float, rows: int) -> Table:
+def live_table(trials: Sequence[Trial], running: Running | None, best: Trial | None, *, elapsed: float, rows: int) -> Table:
     """The trials so far, at most ``rows`` of them, and the one that is being measured at ``elapsed`` seconds of tuning."""
-    shown, best = shown_trials(trials, rows), best_of(trials)
+    shown = shown_trials(trials, best, rows)
     hidden = len(trials) - len(shown)
     table = Table(caption=f"{hidden} earlier ones are not shown" if hidden else None, caption_justify="left", expand=True)
     for name in ("trial", "chosen", "moved from the start", "expected", "steps/s", "to the start", "s"):

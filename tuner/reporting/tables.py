@@ -187,7 +187,7 @@ def machine_rows(hardware: Hardware) -> dict[str, Any]:
 
 
 def draw_history(path: Path, trials: Sequence[Trial], title: str) -> None:
-    """``tuning.png``: measured and expected speed by trial, and the best so far."""
+    """``tuning.png``: measured and expected speed by trial, and the fastest so far."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -203,7 +203,7 @@ def draw_history(path: Path, trials: Sequence[Trial], title: str) -> None:
         chosen = [(n, v) for n, v, trial in zip(numbers, speed, ran, strict=True) if trial.role == role]
         if chosen:
             axes.plot(*zip(*chosen, strict=True), "o", color=color, label=role)
-    axes.step(numbers, np.maximum.accumulate(speed), where="post", color="tab:green", label="best so far")
+    axes.step(numbers, np.maximum.accumulate(speed), where="post", color="tab:green", label="fastest so far")
     for trial in trials:
         if trial.seconds is None:
             axes.axvline(trial.number, color="tab:red", linestyle=":", label="failed")

@@ -13,6 +13,7 @@ block; a rate limiter keeps the replay ratio.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import math
@@ -79,15 +80,22 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     running: list[Pipeline] = []
     interrupted = False
 
-    @functools.partial(jax.jit, compiler_options=ONCE)  # each operation by itself would be a program, compiled at every start
-    def init(key: jax.Array) -> RunState:
+    # Programs: each operation by itself would be one, compiled at every start.
+    @functools.partial(jax.jit, compiler_options=ONCE)
+    def begin(key: jax.Array) -> tuple[jax.Array, LearnerState]:
         key_params, key_run = jax.random.split(key)
-        return RunState(
-            key=key_run,
-            learner=init_learner(key_params, config, algorithm),
-            replay=ring.init(config, spec),
-            steps=jnp.int32(0),
-        )
+        return key_run, init_learner(key_params, config, algorithm)
+
+    @functools.partial(jax.jit, compiler_options=ONCE)
+    def empty() -> ring.RingState:
+        return ring.init(config, spec)
+
+    def init(key: jax.Array) -> RunState:
+        key_run, learner = begin(key)
+        # A ring for the host's memory may be more than an accelerator has. JAX's defaults do not reach devices made for roles.
+        with contextlib.nullcontext() if own else jax.default_device(storage):
+            replay = empty()
+        return RunState(key=key_run, learner=learner, replay=replay, steps=jnp.int32(0))
 
     def adopt(state: RunState) -> Pipeline:
         """Threads at work on a state that has just been made or restored."""
@@ -121,16 +129,18 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
         report = pipeline.learn(n * loop_count)
         return state.replace(learner=learner_of(pipeline), replay=None, steps=jnp.int32(report.env_steps)), report
 
+    first_rows = math.ceil(pace.first / (config.runtime.num_envs * config.selfplay_workers))
+
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=ONCE)
+    def fill(replay: ring.RingState) -> ring.RingState:
+        filled = replay.storage.replace(policy=replay.storage.policy + 1.0 / spec.num_actions)
+        priority, count = replay.priority.at[:first_rows].set(1.0), jnp.full_like(replay.count, first_rows)
+        return replay.replace(storage=filled, priority=priority, count=count)
+
     def prefill(state: RunState) -> RunState:
         assert state.replay is not None
-        rows = math.ceil(pace.first / (config.runtime.num_envs * config.selfplay_workers))
-        uniform = state.replay.storage.policy + 1.0 / spec.num_actions
-        storage = state.replay.storage.replace(policy=uniform)
-        priority = state.replay.priority.at[:rows].set(1.0)
-        count = jnp.full_like(state.replay.count, rows)
-        replay = state.replay.replace(storage=storage, priority=priority, count=count)
-        return state.replace(replay=replay, steps=jnp.int32(rows * priority.shape[1]))
+        replay = fill(state.replay)
+        return state.replace(replay=replay, steps=jnp.int32(first_rows * replay.priority.shape[1]))
 
     def draw(state: RunState, key: jax.Array, count: int, gather: Callable[..., Any]) -> Any:
         assert state.replay is None  # threads are at work on it

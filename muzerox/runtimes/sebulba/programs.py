@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from muzerox.compilation import apart, compiler_options
 from muzerox.config import Config
 from muzerox.learner import LearnerState, make_apply, read_batch, reanalyze
+from muzerox.parallel import by_rows
 from muzerox.replay import Sample
 from muzerox.selfplay import Choice, make_choose
 from muzerox.types import Algorithm, Batch, EnvSpec, Metrics, Params, Skips, Targets, Transition
@@ -64,7 +65,9 @@ def make_programs(
     """
     options = compiler_options(threads)
     choose_action = make_choose(algorithm, random_action=config.train.random_action)
-    apply = jax.jit(make_apply(config, algorithm), inline=True)  # traced once, though its shapes are asked for first
+    mesh = shards.mesh if isinstance(shards, NamedSharding) else None
+    apply = jax.jit(make_apply(config, algorithm, mesh), inline=True)  # traced once, though its shapes are asked for first
+    make_targets = by_rows(mesh, algorithm.targets)  # where the learner does
     observation_bytes = math.prod(spec.observation_shape) * jnp.dtype(spec.observation_dtype).itemsize
     targets_apart = bool(config.reanalyzed) or searching_apart or observation_bytes > _CARRIED
 
@@ -91,14 +94,14 @@ def make_programs(
         def update(i: jax.Array, carry: tuple) -> tuple:
             learner, priority, sums, skips = carry
             batch, targets = jax.tree.map(lambda x: x[i], stacked)
-            learner, applied = apply(learner, batch, targets or algorithm.targets(learner.target_params, batch))
+            learner, applied = apply(learner, batch, targets or make_targets(learner.target_params, batch))
             skip = applied.metrics.pop("skipped")
             sums = jax.tree.map(lambda total, x: total + jnp.where(skip > 0, 0.0, x), sums, applied.metrics)
             priority = priority.at[i].set(jnp.where(applied.finite, applied.priority, jnp.nan))
             return learner, priority, sums, skips.then(Skips.of(skip))
 
         batch, targets = ready[0]
-        targets = targets or jax.eval_shape(algorithm.targets, learner.target_params, batch)
+        targets = targets or jax.eval_shape(make_targets, learner.target_params, batch)
         shapes = jax.eval_shape(apply, learner, batch, targets)[1].metrics
         zeros = {name: jnp.float32(0.0) for name in shapes if name != "skipped"}
         none = jax.tree.map(jnp.int32, Skips())

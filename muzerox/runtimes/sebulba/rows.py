@@ -60,7 +60,7 @@ class DeviceRows:
 
     def copy(self) -> Transition:
         """See Rows."""
-        return jax.tree.map(np.array, self._storage)
+        return jax.tree.map(np.asarray, self._storage)  # a copy already: they lie on an accelerator
 
 
 @functools.partial(jax.jit, donate_argnums=0)
