@@ -359,7 +359,7 @@ def test_memory_to_be_corrected_keeps_cores_from_nothing(machine: Hardware, tiny
 
 
 def test_a_training_is_given_memory_for_its_deepest_searches(machine: Hardware, tiny: Config) -> None:
-    shallow = concrete(tiny.replace({"runtime.num_envs": 512, "network.width": 256, "replay.capacity": 65_536}), "cpu")
+    shallow = concrete(tiny.replace({"runtime.num_envs": 2048, "network.width": 256, "replay.capacity": 262_144}), "cpu")
     deepening = shallow.replace("search.final_simulations", 512)
     predictor, most = RuntimePredictor(), np.array([2.0, machine.memory_bytes, 0.0], np.float32)
     used = ran(machine, describe(shallow), cpu_use=1.0, seconds_per_env_step=1e-4, peak_bytes=1.0 * 2**30)
@@ -370,7 +370,7 @@ def test_a_training_is_given_memory_for_its_deepest_searches(machine: Hardware, 
     counts = tiny.search.num_simulations, 512
     first, last = (predictor.predict(describe(deepening.searching(count)), machine).peak_bytes / 2**30 for count in counts)
     assert last > first + 0.5
-    assert given >= least + last - first
+    assert given >= least + last - first - 0.25  # both in whole quarters
 
 
 def test_the_cores_of_the_start_are_not_the_most_there_may_be(machine: Hardware, given: Config) -> None:
