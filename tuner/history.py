@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import math
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -207,6 +208,11 @@ class TuneDir:
     def result(self) -> dict[str, Any] | None:
         """What ``save_result`` wrote; None before. Raises UserError when it is damaged."""
         return _kept_object(self.result_file, "is not a result; delete it to compare again")
+
+    def ended_after(self) -> float:
+        """Seconds after which the tuning ended last; 0 where it never did. Raises UserError as :meth:`result` does."""
+        seconds = (self.result() or {}).get("seconds")
+        return float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else 0.0
 
     def drifts(self) -> list[Drift]:
         """What is known of precision levels, in the order it was found. Raises UserError for a damaged file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from predictor import Hardware
@@ -11,6 +12,8 @@ from tuner.comparison import MIN_GAIN
 from tuner.history import Trial, TuneDir
 from tuner.measuring.drift import Drift, measure_drift
 from tuner.measuring.measure import TIMEOUT
+
+EXAMINATION_SECONDS = 45.0  # that comparing numbers takes, about: a training of up to 20 s, and programs to be compiled
 
 
 class Levels:
@@ -38,6 +41,7 @@ class Levels:
         self._choices = choices
         self._drifts = {drift.level: drift for drift in folder.drifts()}
         self._told: set[str] = set()
+        self._put_off: set[str] = set()  # and said so
         self._given = (start.precision.level, REFERENCE)  # never examined
 
     @property
@@ -50,13 +54,14 @@ class Levels:
         fine = {*self._given, *(drift.level for drift in self.drifts if drift.accepted)}
         return [trial for trial in trials if level_of(trial) in fine]
 
-    def newly_refused(self, trials: Sequence[Trial], value: Callable[[Trial], float]) -> list[str]:
+    def newly_refused(self, trials: Sequence[Trial], value: Callable[[Trial], float], left: float = math.inf) -> list[str]:
         """Examines each level that beats the start (the first of ``trials``) by ``MIN_GAIN`` and was not examined yet.
 
         With it those that may be tried after it, as far as they can be.
 
         Args:
           value: of a trial, what is minimised; infinite where it failed.
+          left: seconds of the budget; where they would not do, nothing is examined, and no level trusted that is not known.
 
         Returns:
           Levels that are refused and that no call has returned before.
@@ -64,6 +69,11 @@ class Levels:
         better = self._better(trials, value)
         for level, speedup in better.items():
             if level in self._drifts:
+                continue
+            if left < EXAMINATION_SECONDS:
+                if level not in self._put_off:
+                    self._say(f"precision {level} is {speedup:.2f}x as good as the start; no time is left to compare its numbers")
+                    self._put_off.add(level)
                 continue
             self._say(f"precision {level} is {speedup:.2f}x as good as the start: comparing its numbers with {REFERENCE}'s")
             others = [other for other in self._choices if other not in (level, *self._given, *self._drifts)]

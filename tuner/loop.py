@@ -155,9 +155,8 @@ class _Tuning:
         folder.check_same({knob.path: self.space.options(knob.path) for knob in self.space.knobs}, task.goal.name)
         kept = folder.trials()
         self.trials = kept if kept and kept[0].seconds is not None else []  # a start that failed is measured anew
-        told = folder.result() if self.trials else None  # after the last trial, too: a comparison takes its time
-        spent = max(self.trials[-1].elapsed, told["seconds"] if told else 0.0) if self.trials else 0.0
-        self._began, self._spent_before = began, spent
+        self._began = began
+        self._spent_before = max(self.trials[-1].elapsed, folder.ended_after()) if self.trials else 0.0
         self.store = shared_store(self.hardware.id)
         seen = [trial.measurement for trial in self.trials]
         elsewhere = [m for m in shared_measurements(self.hardware.id, self.progress.say)[-HISTORY:] if m not in seen]
@@ -259,7 +258,7 @@ class _Tuning:
     def _learn(self) -> None:
         """The predictor, by this tuning's own runs beside what it knew."""
         self.proposer.learn([(self.space.encode(trial.changes), trial.measurement) for trial in self.trials])
-        for level in self.levels.newly_refused(self.trials, self.ending.value):
+        for level in self.levels.newly_refused(self.trials, self.ending.value, self.task.budget - self.elapsed()):
             self.proposer.cover(every_point_with(self.space, "precision.level", level))
         self.progress.choose(self.ending.best(self.trials))
 

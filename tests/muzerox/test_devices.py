@@ -59,6 +59,10 @@ print(json.dumps(found))
 """
 
 
+THOROUGH = (pytest.mark.slow, pytest.mark.thorough)
+BY_MCTX = {"search__algorithm": "muzero", "search__engine": "mctx"}
+
+
 def on_eight_devices(program: str) -> Any:
     """What ``program`` prints, read as JSON."""
     head = f"""
@@ -88,11 +92,10 @@ def test_sebulba_where_two_devices_act_two_search_and_four_learn() -> None:
 @pytest.mark.parametrize(
     ("env", "reanalyzed", "settings"),
     [
-        ("gymnax:CartPole-v1", 0.25, {}),
-        ("pgx:tic_tac_toe", 0.25, {"network__kind": "resnet", "network__width": 8}),
-        ("gymnax:CartPole-v1", 0.0, {"search__algorithm": "muzero", "search__engine": "mctx"}),
+        pytest.param("gymnax:CartPole-v1", 0.25, {}, id="mlp"),
+        pytest.param("pgx:tic_tac_toe", 0.25, {"network__kind": "resnet", "network__width": 8}, id="resnet", marks=THOROUGH),
+        pytest.param("gymnax:CartPole-v1", 0.0, BY_MCTX, id="mctx", marks=THOROUGH),
     ],
-    ids=["mlp", "resnet", "mctx"],
 )
 def test_anakin_on_eight_devices_learns_what_it_learns_on_one_in_eight_parts(
     env: str, reanalyzed: float, settings: dict[str, Any]

@@ -102,6 +102,15 @@ def test_why_no_more_is_measured_is_said(ended: TuneDir, tiny: Config, capsys: p
     assert left in ([1], [2]), "what was compiled for the first is not for the second"
 
 
+def test_what_came_after_the_last_trial_was_spent_too(ended: TuneDir, tiny: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """A comparison takes its time: where there is none left, the same command measures nothing more."""
+    assert ended.trials()[-1].elapsed == 40.0
+    again(ended, tiny, budget="55s")
+    said = capsys.readouterr().err
+    assert "continuing after 2 trials and 60 s" in said
+    assert "there is no time for another trial" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_told_to_end_it_keeps_the_best_so_far(
     number: signal.Signals, ended: TuneDir, tiny: Config, monkeypatch: pytest.MonkeyPatch

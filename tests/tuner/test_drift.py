@@ -222,6 +222,17 @@ def test_a_level_that_hangs_is_not_trusted(trials: list[Trial], machine: Hardwar
     assert "timeout: no answer within 0.2 s" in said[-1]
 
 
+def test_a_level_is_not_examined_beyond_the_budget(trials: list[Trial], machine: Hardware, tmp_path: Path) -> None:
+    said: list[str] = []
+    levels = Levels(Config.from_dict(trials[0].config), machine, TuneDir(tmp_path), said.append, timeout=0.2)
+    for _ in range(2):
+        assert levels.newly_refused(trials, seconds_of, 30.0) == []
+        assert (levels.trusted(trials), levels.drifts) == (trials[:1], ())
+    (line,) = said
+    assert "no time is left" in line
+    assert levels.newly_refused(trials, seconds_of, 300.0) == ["O1"], "of a larger budget"
+
+
 def test_a_level_is_examined_where_it_is_better_in_what_is_minimised(
     trials: list[Trial], machine: Hardware, tmp_path: Path
 ) -> None:

@@ -80,22 +80,23 @@ def build(config: Config, env: Environment | HostEnvironment, algorithm: Algorit
     running: list[Pipeline] = []
     interrupted = False
 
-    # Programs: each operation by itself would be one, compiled at every start.
-    @functools.partial(jax.jit, compiler_options=ONCE)
-    def begin(key: jax.Array) -> tuple[jax.Array, LearnerState]:
+    def begin(key: jax.Array) -> RunState:
         key_params, key_run = jax.random.split(key)
-        return key_run, init_learner(key_params, config, algorithm)
+        return RunState(key=key_run, learner=init_learner(key_params, config, algorithm), replay=None, steps=jnp.int32(0))
 
-    @functools.partial(jax.jit, compiler_options=ONCE)
-    def empty() -> ring.RingState:
+    def empty() -> RingState:
         return ring.init(config, spec)
 
+    # Each operation by itself would be a program, compiled at every start.
+    jit_begin, jit_empty = jax.jit(begin, compiler_options=ONCE), jax.jit(empty, compiler_options=ONCE)
+
     def init(key: jax.Array) -> RunState:
-        key_run, learner = begin(key)
+        if isinstance(key, jax.core.Tracer):  # whoever asks for shapes: a program within another has no options
+            return begin(key).replace(replay=empty())
         # A ring for the host's memory may be more than an accelerator has. JAX's defaults do not reach devices made for roles.
         with contextlib.nullcontext() if own else jax.default_device(storage):
-            replay = empty()
-        return RunState(key=key_run, learner=learner, replay=replay, steps=jnp.int32(0))
+            replay = jit_empty()
+        return jit_begin(key).replace(replay=replay)
 
     def adopt(state: RunState) -> Pipeline:
         """Threads at work on a state that has just been made or restored."""
