@@ -146,7 +146,7 @@ def make_problem(heard: bool) -> tuple[Any, tuple[Any, ...]]:
     base = describe(concrete(Config.preset("gymnasium:CartPole-v1").replace("runtime.kind", "sebulba"), "cpu"))
     knobs = knobs_up_to("learning", "sebulba")
     space = make_space(knobs, {knob.path: knob.choices[0] for knob in knobs}, base, lambda *_: True, 2**20, np.inf)
-    params = RuntimePredictor.pretrained().params._replace(shrinkage=np.float32(0.5 if heard else 0.0))
+    params = RuntimePredictor.pretrained().params._replace(shrinkage=np.float32(0.5 if heard else 0.0)).heard()
     limits = Limits(*map(jnp.float32, (2**20, np.inf, 1e-4)))
     residual = make_residual(space, (), ())
     return space, (params, hardware_rates(hardware), base, space.tables(), limits, excluded(space, ()), residual)
@@ -168,19 +168,27 @@ def measure_with_the_predictor(heard: bool, chains: int, steps: int, repeats: in
 
     def in_turn(score: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
         """Batches that depend on the energies before, or the compiler would lift the work out of the loop."""
-        return jax.jit(lambda points: jax.lax.fori_loop(0, steps, lambda _, x: (x + (score(x)[:, None] > 0.0)) % sizes, points))
+
+        def loop(points: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, steps, lambda _, x: (x + (score(x)[:, None] > 0.0)) % sizes, points)
+
+        return jax.jit(loop, compiler_options=params.compiler_options)
 
     @jax.jit
     def drawn(key: jax.Array) -> jax.Array:
         points = (jax.random.uniform(key, (chains, len(space.sizes))) * sizes).astype(jnp.int32)
         return jnp.min(energy(points, *arguments))
 
+    def annealed() -> anneal.Result:
+        options: dict[str, Any] = {"chains": chains, "steps": steps, "compiler_options": params.compiler_options}
+        return anneal.run(key, energy, space.sizes, args=arguments, **options)
+
     key = jax.random.key(0)
     points = (jax.random.uniform(key, (chains, len(space.sizes))) * sizes).astype(jnp.int32)
     alone = in_turn(lambda x: energy(x, *arguments))
     predictor = in_turn(lambda x: log_seconds(params, workloads(base, tables, x), rates))
     calls: list[Callable[[], Any]] = [
-        lambda: anneal.run(key, energy, space.sizes, chains=chains, steps=steps, args=arguments),
+        annealed,
         lambda: alone(points),
         lambda: predictor(points),
     ]
@@ -194,7 +202,7 @@ def measure_with_the_predictor(heard: bool, chains: int, steps: int, repeats: in
             jax.block_until_ready(call())
             taken[-1].append(time.perf_counter() - start)
     ours, energies, predictions = (statistics.median(column) for column in zip(*taken, strict=True))
-    found = float(anneal.run(key, energy, space.sizes, chains=chains, steps=steps, args=arguments).energy)
+    found = float(annealed().energy)
     best_drawn = min(float(drawn(jax.random.fold_in(key, i))) for i in range(100 * steps))
     return {
         "configurations": float(space.size),

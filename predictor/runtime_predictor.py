@@ -22,7 +22,7 @@ import numpy as np
 from predictor import artifact, calibrate, model, pretrain
 from predictor.analytic import STAGES, Rates, Value, hardware_rates, stages
 from predictor.calibrate import PRIOR_OFFSETS, Offsets
-from predictor.compiler import IN_ORDER
+from predictor.compiler import NETWORK
 from predictor.fit import Fit, FitReport, Spread, fit, linearise, machine_scale, untaught, usable
 from predictor.graph import EDGE_TYPES, EDGE_WIDTH, NODE_TYPES, NODE_WIDTH, make_graph
 from predictor.memory import device_bytes, host_bytes
@@ -31,7 +31,7 @@ from predictor.overlap import batch_staleness, staleness, total
 from predictor.schema import SCHEMA, Hardware, Measurement, Outcome, Prediction, Workload
 
 _COMPILING_BYTES = 3.5e7  # that the compiler holds at its peak, for each second it is expected to take
-_CHUNK = 256  # candidates a network is applied to at once on a processor: their activations stay in its caches
+_CHUNK = 512  # candidates a network is applied to at once on a processor: their activations stay in its caches
 _LARGE_CHUNK = 2**15  # on an accelerator: they fit its memory
 
 
@@ -48,6 +48,11 @@ class Params(NamedTuple):
     def heard(self) -> Params:
         """The same without a network that has no say, which takes seconds to trace and compile. Not inside ``jax.jit``."""
         return self if float(self.shrinkage) > 0.0 else self._replace(network={})
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What ``jax.jit`` should tell XLA of a program that scores by these."""
+        return NETWORK if self.network else {}
 
 
 @functools.cache
@@ -102,7 +107,7 @@ def stage_shares(params: Params, workload: Workload, hardware: Rates) -> jax.Arr
 
 
 _log_seconds, _base_log_seconds, _log_spread = jax.jit(log_seconds), jax.jit(base_log_seconds), jax.jit(log_spread)
-_heard_log_seconds, _stage_shares = jax.jit(log_seconds, compiler_options=IN_ORDER), jax.jit(stage_shares)
+_heard_log_seconds, _stage_shares = jax.jit(log_seconds, compiler_options=NETWORK), jax.jit(stage_shares)
 
 
 def _base(params: Params, stage_seconds: jax.Array, workload: Workload, hardware: Rates) -> jax.Array:

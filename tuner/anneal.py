@@ -11,8 +11,8 @@ Nothing here knows what a configuration means. C is the number of chains, D that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -81,13 +81,15 @@ def run(
     resample: int = 20,
     candidates: int = 1,
     heat: float = 1.0,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Result:
     """The configuration of least ``energy`` that ``chains`` annealed chains find in ``steps`` moves each.
 
     ``sizes`` [D] are the numbers of choices; a configuration is int32 [D] with 0 <= x[d] < sizes[d]. ``energy(x, *args)``
     takes int32 [C, D] to float32 [C] and must be traceable. The program is compiled once, and kept, for each energy *object*,
-    shapes, ``chains``, ``steps`` and ``candidates``: pass data that varies as arrays in ``args``, not in a fresh closure. Same
-    arguments, same result, bit for bit.
+    shapes, ``chains``, ``steps`` and ``candidates``: pass data that varies as arrays in ``args``, not in a fresh closure.
+    ``compiler_options`` are what XLA is told of it beside what it is told of any annealing. Same arguments, same result, bit for
+    bit.
 
     Chains 0, 2, 4, ... start at ``initial`` [D] and the rest anywhere; without it all start anywhere. ``initial`` [C, D] says
     where each starts, -1 anywhere: where the chains of an earlier run stood, for an energy that has changed a little. A move
@@ -141,7 +143,7 @@ def run(
         given = _check_initial(initial, grid, chains)
         start[:: 2 if given.ndim == 1 else 1] = given
     options = [math.nan if x is None else x for x in (initial_temperature, final_temperature, cooling, uniform, width, heat)]
-    return _anneal(
+    return _program(tuple(sorted((compiler_options or {}).items())))(
         key,
         grid,
         padded,
@@ -215,7 +217,12 @@ def redraw(key: jax.Array, energy: jax.Array, inverse_rise: jax.Array) -> jax.Ar
     return jnp.where(chain % 2 == 1, drawn, chain)
 
 
-@partial(jax.jit, static_argnames=("energy", "chains", "steps", "candidates"), compiler_options=OPTIMIZED)
+@cache
+def _program(options: tuple[tuple[str, Any], ...]) -> Callable[..., Result]:
+    static = ("energy", "chains", "steps", "candidates")
+    return jax.jit(_anneal, static_argnames=static, compiler_options=OPTIMIZED | dict(options))
+
+
 def _anneal(
     key: jax.Array,
     sizes: jax.Array,

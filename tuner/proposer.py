@@ -217,7 +217,16 @@ class Proposer:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The best of each chain [C, D], its energy [C], and where the chains end [C, D]."""
         arguments = self._arguments(shunned=shunned)
-        found = anneal.run(key, energy, self.space.sizes, chains=CHAINS, initial=starts, heat=heat, args=arguments)
+        found = anneal.run(
+            key,
+            energy,
+            self.space.sizes,
+            chains=CHAINS,
+            initial=starts,
+            heat=heat,
+            args=arguments,
+            compiler_options=arguments[0].compiler_options,
+        )
         return np.asarray(found.chain_best), np.asarray(found.chain_best_energy), np.asarray(found.current)
 
     def expected_gain(self, point: Point) -> float:

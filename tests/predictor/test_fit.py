@@ -361,6 +361,8 @@ def test_the_base_is_part_of_the_whole(fitted: RuntimePredictor, family: Family,
     assert off.heard().network == {}
     np.testing.assert_array_equal(score(off.heard(), batch, rates), score(off, batch, rates))
     assert fitted.params.heard() is fitted.params
+    assert fitted.params.compiler_options
+    assert not off.heard().compiler_options
     capped = fitted.params._replace(limit=np.float32(0.01))
     difference = np.asarray(score(capped, batch, rates) - base_score(fitted.params, batch, rates))
     assert np.all(np.abs(difference) <= 0.01 + 1e-5)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from predictor.compiler import NETWORK
 from tuner import anneal
 
 KEY = jax.random.key(0)
@@ -76,6 +77,13 @@ def test_same_key_same_answer() -> None:
     first, again, other = separable(KEY), separable(KEY), separable(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert np.any(np.asarray(first.trace.probability) != np.asarray(other.trace.probability))
+
+
+def test_xla_is_told_what_it_is_to_know_and_the_answer_is_the_same() -> None:
+    told = separable(KEY, compiler_options=NETWORK)
+    np.testing.assert_array_equal(told.chain_best, separable(KEY).chain_best)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        separable(KEY, compiler_options={"xla_cpu_unheard_of": 1})
 
 
 def test_second_call_compiles_nothing() -> None:
