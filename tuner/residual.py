@@ -64,11 +64,11 @@ def _covariance(residual: Residual, points: jax.Array, others: jax.Array) -> jax
     """
     apart = []
     for knob, place in enumerate(residual.places):
-        chosen, choice = others[:, knob][None, :], jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-        along = jnp.abs(place[:, None] - place[chosen])
+        chosen, choice = others[:, knob][:, None], jnp.arange(place.shape[0], dtype=jnp.int32)[None, :]
+        along = jnp.abs(place[None, :] - place[chosen])
         apart.append(jnp.where(residual.ordered[knob], along, _APART * (choice != chosen)))
-    distance = jnp.concatenate(apart)  # [choices, M]
-    table = jnp.concatenate([jnp.exp(-distance), distance], axis=1).T
+    distance = jnp.concatenate(apart, axis=1)  # [M, choices]
+    table = jnp.concatenate([jnp.exp(-distance), distance])
     effects, far = jnp.split(select(table, points, [place.shape[0] for place in residual.places]), 2)
     return residual.constant**2 + residual.effect**2 * effects + residual.point**2 * jnp.exp(-far)
 
