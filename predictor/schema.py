@@ -109,7 +109,8 @@ class Hardware(_Record):
     operation_seconds: float  # one small operation inside a compiled loop
     one_core_flops: float  # float32, with one core (cpu); float32_flops elsewhere
     # Of one element, on one core and in its cache, that is written in bfloat16 for float32: one instruction where a processor has
-    # it, several where not. 0: nothing, or not measured (before 2026-11-29).
+    # it, several where not. 0: nothing, as where small products in bfloat16 gain more than that, or not measured (before
+    # 2026-11-29).
     narrowing_seconds: float = 0.0
 
     @classmethod
