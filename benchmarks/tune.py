@@ -80,7 +80,9 @@ def tune_once(start: Any, budget: str, out: Path, home: Path) -> tuple[Any, dict
             "changes": trial.changes,
             "outcome": str(trial.measurement.outcome),
             "env_steps_per_second": trial.measurement.env_steps_per_second,
-            "errors": [error(p, trial) for p in (trial.predicted_uncalibrated, trial.predicted_base, trial.predicted)],
+            "errors": [
+                error(p, trial) for p in (trial.predicted_uncalibrated, trial.predicted_base, trial.predicted, trial.foreseen)
+            ],
             "balance": trial.balance,
         }
         for trial in result.history
@@ -241,7 +243,7 @@ def main() -> None:
     show(rows)
     errors = [trial["errors"] for row in rows.values() for trial in row["trials"][1:] if trial["errors"][0] is not None]
     medians = [statistics.median(column) for column in zip(*errors, strict=True)]
-    summary = dict(zip(("uncalibrated", "base", "base_and_network"), medians, strict=True))
+    summary = dict(zip(("uncalibrated", "base", "base_and_network", "with_its_own_trials"), medians, strict=True))
     recovered = [row["recovered"] for row in rows.values() if row["recovered"] is not None]
     figures = {
         "budget": args.budget,

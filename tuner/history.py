@@ -35,6 +35,7 @@ _RULES = {
     "elapsed": plain.NUMBER,
     "balance": plain.optional(plain.NUMBER),
     "predicted_interval": plain.NUMBERS,
+    "expected": plain.optional(plain.POSITIVE),
 }
 
 
@@ -61,6 +62,9 @@ class Trial:
     balance: float | None = None  # the balance factor, where it ran
     # Between these two seconds nine of ten measurements were expected before it ran; none of a tuning by an earlier version.
     predicted_interval: tuple[float, ...] = ()
+    # Seconds expected by all that was known: the predictor, and what the trials before it said beyond that; none of a tuning by
+    # an earlier version.
+    expected: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
@@ -73,7 +77,7 @@ class Trial:
         wrong = {name for name, must in needed.items() if must and name not in tree} | (set(tree) - set(needed))
         if wrong:
             raise SchemaError(f"Trial: {', '.join(sorted(wrong))} missing or unknown")
-        plain.check("Trial", {"balance": None, "predicted_interval": (), **tree}, _RULES)
+        plain.check("Trial", {"balance": None, "predicted_interval": (), "expected": None, **tree}, _RULES)
         Config.from_dict(tree["config"])  # raises ConfigError
         tuples: dict[str, Any] = {name: tuple(tree[name]) for name in ("predicted_use", "predicted_interval") if name in tree}
         measurement = Measurement.from_dict(tree["measurement"])
@@ -85,6 +89,11 @@ class Trial:
     def seconds(self) -> float | None:
         """Measured seconds an environment step; None where it failed."""
         return self.measurement.seconds_per_env_step
+
+    @property
+    def foreseen(self) -> float:
+        """Seconds an environment step that it was to take, by all that was known or, where that was not kept, the predictor."""
+        return self.predicted if self.expected is None else self.expected
 
 
 class TuneDir:

@@ -309,10 +309,10 @@ class _Tuning:
         changes = {knob.path: get(config, knob.path) for knob in self.space.knobs}
         number = len(self.trials)
         first = self.trials[0] if self.trials else None
-        expected = self.predictor.predict(describe(config), self.hardware)
-        self.progress.trial(number, role, self._describe_changes(changes), expected.seconds_per_env_step, self.elapsed())
+        predicted = self.predictor.predict(describe(config), self.hardware)
+        self.progress.trial(number, role, self._describe_changes(changes), self._expected(changes), self.elapsed())
         before = time.monotonic()
-        timeout = patience(first.measurement.wall_seconds if first else 60.0, expected.compile_seconds)
+        timeout = patience(first.measurement.wall_seconds if first else 60.0, predicted.compile_seconds)
         hardware, counts = self.hardware, self.proposer.further_loop_counts(self.space.encode(changes))
         limits: dict[str, Any] = {"seconds": self.task.burst, "enough": ENOUGH_SECONDS, "timeout": timeout}
         if beside is not None:
@@ -334,10 +334,11 @@ class _Tuning:
         for index, measurement in enumerate(measurements):
             looped = config.replace("runtime.loop_count", int(measurement.workload.loop_count))
             uncalibrated, base, full, interval = self._predictions(looped)
+            point = changes | ({"runtime.loop_count": looped.runtime.loop_count} if index else {})
             trial = Trial(
                 number=len(self.trials),
                 role=role if index == 0 else "shared",
-                changes=changes | ({"runtime.loop_count": looped.runtime.loop_count} if index else {}),
+                changes=point,
                 config=looped.to_dict(),
                 measurement=dataclasses.replace(measurement, wall_seconds=measurement.wall_seconds if index == 0 else each),
                 predicted_uncalibrated=uncalibrated,
@@ -348,11 +349,16 @@ class _Tuning:
                 elapsed=self.elapsed(),
                 balance=resources.balance_of_run(looped, measurement, self.hardware),
                 predicted_interval=interval,
+                expected=self._expected(point),
             )
             self.task.folder.append(trial)
             share(trial.measurement, self.store)
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
+
+    def _expected(self, changes: dict[str, Any]) -> float:
+        """Seconds an environment step of a point, by the predictor and by what this tuning's trials say beyond it."""
+        return float(np.exp(self.proposer.log_seconds(np.array([self.space.encode(changes)])))[0])
 
     def _predictions(self, config: Config) -> tuple[float, float, float, tuple[float, ...]]:
         """Seconds an environment step: uncalibrated base, calibrated base, base and residual; the interval of these last."""

@@ -337,6 +337,8 @@ def test_trials_kept_by_an_earlier_version_have_no_interval(made: Made) -> None:
     del tree["predicted_interval"]
     old = Trial.from_dict(tree)
     assert old.predicted_interval == ()
+    assert old.foreseen == old.predicted, "nor does it tell what was expected by all that was known"
+    assert Trial.from_dict(tree | {"expected": 2e-4}).foreseen == 2e-4
     trials = [made.trial(0, {}), old]
     assert covered(trials) == (0, 0)
     assert "90% interval" not in " ".join(made.page(made.result(trials, best=0)).text)

@@ -96,8 +96,11 @@ def test_every_trial_says_what_was_expected_of_it(tuned: tuner.TuneResult) -> No
         assert trial.measurement.outcome == Outcome.OK, trial.measurement.error
         assert min(trial.predicted_uncalibrated, trial.predicted_base, trial.predicted) > 0
         assert trial.balance is not None
+    first, *others = tuned.history
+    assert first.expected == pytest.approx(first.predicted, rel=1e-5), "nothing was known beyond the predictor"
+    assert any(trial.foreseen != pytest.approx(trial.predicted, rel=1e-3) for trial in others), "what trials say counts"
     errors = median_errors(tuned.history)
-    assert set(errors) == {"base, uncalibrated", "base, calibrated", "base and graph network"}
+    assert set(errors) == {"base, uncalibrated", "base, calibrated", "base and graph network", "those and its own trials"}
     assert all(value is not None and value >= 0 for value in errors.values())
 
 

@@ -200,7 +200,7 @@ def _kind(trial: Trial) -> str:
 
 
 def _told(trial: Trial, first: Trial) -> str:
-    speed = f"{1 / trial.seconds:,.0f} steps/s, expected {1 / trial.predicted:,.0f}" if trial.seconds else _failure(trial)
+    speed = f"{1 / trial.seconds:,.0f} steps/s, expected {1 / trial.foreseen:,.0f}" if trial.seconds else _failure(trial)
     return f"trial {trial.number} ({trial.role}): {speed}; {moved(trial, first) or 'the start'}"
 
 
@@ -213,7 +213,7 @@ def _history(seen: View) -> Markup:
     ran = [trial for trial in trials if trial.seconds]
     drawn = []
     for name, at in (("trial", lambda t: float(t.number)), ("seconds of tuning", lambda t: t.elapsed)):
-        dots = [charts.Dot(at(t), 1 / t.seconds, _kind(t), _told(t, trials[0]), low=1 / t.predicted) for t in ran if t.seconds]
+        dots = [charts.Dot(at(t), 1 / t.seconds, _kind(t), _told(t, trials[0]), low=1 / t.foreseen) for t in ran if t.seconds]
         failed = [(at(t), _told(t, trials[0])) for t in trials if not t.seconds]
         drawn.append((charts.history(dots, failed, (name, "environment steps/s"), f"speed by {name}"), ""))
     entries = [(page.mark(role), role) for role in _ROLES if any(t.role == role for t in ran)]
@@ -367,7 +367,7 @@ def _trials(seen: View) -> Markup:
     first = trials[0]
     rows = []
     for trial in trials:
-        m, off = trial.measurement, error(trial.predicted, trial)
+        m, off = trial.measurement, error(trial.foreseen, trial)
         tuned = seen.tuned_trial is not None and trial.number == seen.tuned_trial.number
         speed, ratio = (1 / trial.seconds, (first.seconds or 0.0) / trial.seconds) if trial.seconds else (None, None)
         failed = m.outcome != Outcome.OK
@@ -376,7 +376,7 @@ def _trials(seen: View) -> Markup:
             Cell(trial.number, float(trial.number), "number"),
             Cell(trial.role),
             Cell(moved(trial, first) or "the start", kind="moved"),
-            Cell(f"{1 / trial.predicted:,.0f}", 1 / trial.predicted, "number"),
+            Cell(f"{1 / trial.foreseen:,.0f}", 1 / trial.foreseen, "number"),
             Cell("" if speed is None else f"{speed:,.0f}", speed, "number"),
             Cell("" if off is None else f"{off:.0%}", off, "number"),
             Cell("" if ratio is None else f"{ratio:.2f}x", ratio, "number"),

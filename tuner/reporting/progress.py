@@ -158,7 +158,7 @@ def live_table(trials: Sequence[Trial], running: Running | None, best: Trial | N
 
 def _cells(trial: Trial, baseline: Trial, is_best: bool) -> tuple[str, ...]:
     what, took = moved(trial, baseline) or "the start", f"{trial.measurement.wall_seconds:.0f}"
-    expected = f"{1 / trial.predicted:,.0f}"
+    expected = f"{1 / trial.foreseen:,.0f}"
     if trial.seconds is None:
         what, outcome = f"{what}: {trial.measurement.error}", str(trial.measurement.outcome)
         return str(trial.number), trial.role, what, expected, outcome, "", took

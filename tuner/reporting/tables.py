@@ -37,7 +37,7 @@ def _result(trial: Trial, baseline: Trial) -> str:
     if trial.seconds is None:
         return f"{trial.measurement.outcome}: {trial.measurement.error}"
     ratio = (baseline.seconds or trial.seconds) / trial.seconds
-    return f"{1 / trial.seconds:9,.0f} steps/s ({ratio:4.2f}x; expected {1 / trial.predicted:,.0f})"
+    return f"{1 / trial.seconds:9,.0f} steps/s ({ratio:4.2f}x; expected {1 / trial.foreseen:,.0f})"
 
 
 def moved(trial: Trial, baseline: Trial) -> str:
@@ -57,6 +57,7 @@ def median_errors(trials: Sequence[Trial]) -> dict[str, float | None]:
         "base, uncalibrated": [error(t.predicted_uncalibrated, t) for t in rows],
         "base, calibrated": [error(t.predicted_base, t) for t in rows],
         "base and graph network": [error(t.predicted, t) for t in rows],
+        "those and its own trials": [error(t.foreseen, t) for t in rows],
     }
     return {name: float(np.median([e for e in errors if e is not None])) if errors else None for name, errors in columns.items()}
 
@@ -64,15 +65,17 @@ def median_errors(trials: Sequence[Trial]) -> dict[str, float | None]:
 def print_trials(trials: Sequence[Trial]) -> None:
     """Every trial on stdout: what it was, what was expected, what came."""
     title = (
-        "trials: error of the seconds predicted before each ran, by the base as it comes, calibrated, and with the graph network"
+        "trials: error of the seconds predicted before each ran, by the base as it comes, calibrated, with the graph network, "
+        "and with what the trials before it said"
     )
     table = Table(title=title, title_justify="left")
-    columns = ("", "role", "steps/s", "base", "calibrated", "graph", "B", "moved from the start")
+    columns = ("", "role", "steps/s", "base", "calibrated", "graph", "trials", "B", "moved from the start")
     for name in columns:
-        table.add_column(name, justify="left" if name in columns[1::6] else "right", overflow="fold")
+        table.add_column(name, justify="left" if name in ("role", "moved from the start") else "right", overflow="fold")
     baseline = trials[0]
     for trial in trials:
-        errors = [error(p, trial) for p in (trial.predicted_uncalibrated, trial.predicted_base, trial.predicted)]
+        predictions = trial.predicted_uncalibrated, trial.predicted_base, trial.predicted, trial.foreseen
+        errors = [error(seconds, trial) for seconds in predictions]
         table.add_row(
             str(trial.number),
             trial.role,
@@ -197,8 +200,8 @@ def draw_history(path: Path, trials: Sequence[Trial], title: str) -> None:
     ran = [trial for trial in trials if trial.seconds]
     numbers = [trial.number for trial in ran]
     speed = [1 / trial.seconds for trial in ran if trial.seconds]
-    axes.vlines(numbers, speed, [1 / trial.predicted for trial in ran], color="tab:gray", alpha=0.5, linewidth=1)
-    axes.plot(numbers, [1 / trial.predicted for trial in ran], "x", color="tab:gray", label="expected before it ran")
+    axes.vlines(numbers, speed, [1 / trial.foreseen for trial in ran], color="tab:gray", alpha=0.5, linewidth=1)
+    axes.plot(numbers, [1 / trial.foreseen for trial in ran], "x", color="tab:gray", label="expected before it ran")
     for role, color in _COLORS.items():
         chosen = [(n, v) for n, v, trial in zip(numbers, speed, ran, strict=True) if trial.role == role]
         if chosen:
