@@ -310,7 +310,8 @@ class _Tuning:
         number = len(self.trials)
         first = self.trials[0] if self.trials else None
         predicted = self.predictor.predict(describe(config), self.hardware)
-        self.progress.trial(number, role, self._describe_changes(changes), self._expected(changes), self.elapsed())
+        expected = self._expected(changes, predicted.seconds_per_env_step)
+        self.progress.trial(number, role, self._describe_changes(changes), expected, self.elapsed())
         before = time.monotonic()
         timeout = patience(first.measurement.wall_seconds if first else 60.0, predicted.compile_seconds)
         hardware, counts = self.hardware, self.proposer.further_loop_counts(self.space.encode(changes))
@@ -349,15 +350,17 @@ class _Tuning:
                 elapsed=self.elapsed(),
                 balance=resources.balance_of_run(looped, measurement, self.hardware),
                 predicted_interval=interval,
-                expected=self._expected(point),
+                expected=self._expected(point, full),
             )
             self.task.folder.append(trial)
             share(trial.measurement, self.store)
             self.trials.append(trial)
             self.progress.measured(trial, self.trials[0])
 
-    def _expected(self, changes: dict[str, Any]) -> float:
+    def _expected(self, changes: dict[str, Any], predicted: float) -> float:
         """Seconds an environment step of a point, by the predictor and by what this tuning's trials say beyond it."""
+        if self.task.goal.energy:  # they say it of seconds and power together
+            return predicted
         return float(np.exp(self.proposer.log_seconds(np.array([self.space.encode(changes)])))[0])
 
     def _predictions(self, config: Config) -> tuple[float, float, float, tuple[float, ...]]:

@@ -104,6 +104,20 @@ def test_every_trial_says_what_was_expected_of_it(tuned: tuner.TuneResult) -> No
     assert all(value is not None and value >= 0 for value in errors.values())
 
 
+def test_what_trials_say_of_power_is_not_taken_for_seconds(tuned: tuner.TuneResult, tmp_path: Path) -> None:
+    folder = TuneDir(tmp_path / "t")
+    folder.create(tuned.start)
+    for trial in tuned.history:  # ten times the power that is expected
+        folder.append(remeasured(trial, joules_per_env_step=1e3 * (trial.seconds or 0.0)))
+    point = tuned.history[-1].changes
+    with Progress(600.0, quiet=True) as progress:
+        by_time, by_energy = (resumed(tuned, folder, progress, goal=goal) for goal in (Goal(), Goal(energy=1.0)))
+        for tuning in (by_time, by_energy):
+            tuning._learn()
+        assert by_time._expected(point, 1.0) == pytest.approx(tuned.history[-1].seconds, rel=0.5)
+        assert by_energy._expected(point, 1.0) == 1.0
+
+
 def test_what_is_tuned_was_not_slower_and_learns_the_same(tuned: tuner.TuneResult) -> None:
     assert tuned.finished
     assert tuned.speedup is not None
