@@ -225,7 +225,7 @@ class Proposer:
             initial=starts,
             heat=heat,
             args=arguments,
-            compiler_options=arguments[0].compiler_options,
+            compiler_options=self.predictor.params.heard().compiler_options,
         )
         return np.asarray(found.chain_best), np.asarray(found.chain_best_energy), np.asarray(found.current)
 

@@ -100,7 +100,7 @@ def test_every_trial_says_what_was_expected_of_it(tuned: tuner.TuneResult) -> No
     assert first.expected == pytest.approx(first.predicted, rel=1e-5), "nothing was known beyond the predictor"
     assert any(trial.foreseen != pytest.approx(trial.predicted, rel=1e-3) for trial in others), "what trials say counts"
     errors = median_errors(tuned.history)
-    assert set(errors) == {"base, uncalibrated", "base, calibrated", "base and graph network", "those and its own trials"}
+    assert set(errors) == {"base, uncalibrated", "base, calibrated", "base and graph network", "base, network and own trials"}
     assert all(value is not None and value >= 0 for value in errors.values())
 
 

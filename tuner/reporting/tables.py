@@ -57,7 +57,7 @@ def median_errors(trials: Sequence[Trial]) -> dict[str, float | None]:
         "base, uncalibrated": [error(t.predicted_uncalibrated, t) for t in rows],
         "base, calibrated": [error(t.predicted_base, t) for t in rows],
         "base and graph network": [error(t.predicted, t) for t in rows],
-        "those and its own trials": [error(t.foreseen, t) for t in rows],
+        "base, network and own trials": [error(t.foreseen, t) for t in rows],
     }
     return {name: float(np.median([e for e in errors if e is not None])) if errors else None for name, errors in columns.items()}
 
