@@ -9,6 +9,9 @@ import pytest
 from muzerox import Config, evaluate_run, train
 
 pytestmark = pytest.mark.slow
+# A lucky evaluation ends a run early: 475 was met once by an agent that then averaged 453, and by one at O2 that averaged 473.5,
+# on a processor that multiplies 16 bits as they are (AMX).
+MARGIN = {"train__target_return": 490.0}
 
 
 def seeds(*of_every_change: int, further: tuple[int, ...]) -> list[object]:
@@ -32,15 +35,14 @@ def test_cartpole_is_solved(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("level", ["O1", "O1_float16", "O2"])
 @pytest.mark.parametrize("seed", seeds(0, further=(1, 2)))
 def test_cartpole_is_solved_in_mixed_precision(tmp_path: Path, level: str, seed: int) -> None:
-    assert solve_cartpole(tmp_path / "run", seed=seed, precision__level=level) >= 475
+    assert solve_cartpole(tmp_path / "run", seed=seed, precision__level=level, **MARGIN) >= 475
 
 
 @pytest.mark.parametrize(
     "changes", [{"search__algorithm": "muzero"}, {"replay__kind": "uniform"}, {"train__reanalyze_fraction": 0.25}]
 )
 def test_cartpole_is_solved_by_variants(tmp_path: Path, changes: dict[str, object]) -> None:
-    # A lucky evaluation ends a run early (475 was met once by an agent that then averaged 453): ask for a margin.
-    assert solve_cartpole(tmp_path / "run", train__target_return=490.0, **changes) >= 475
+    assert solve_cartpole(tmp_path / "run", **MARGIN, **changes) >= 475
 
 
 @pytest.mark.slow(400)

@@ -236,7 +236,8 @@ def test_fifty_failures_of_processes_in_one_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("ORDERS", str(tmp_path))
     env = make_env("gymnasium:host_simulators:Ordered-v0")
     steps, failures = 40_000, 50
-    changes = {"runtime__step_in": "process", "runtime__step_timeout": 2.0, "runtime__num_envs": 8, "replay__capacity": 2 * steps}
+    # Longer than tests beside this one keep a step waiting: after 2 s, a step was once given up that nobody had told to hang.
+    changes = {"runtime__step_in": "process", "runtime__step_timeout": 4.0, "runtime__num_envs": 8, "replay__capacity": 2 * steps}
     config = pipeline_config(**changes, train__max_env_steps=steps, runtime__loop_count=8).replace("env", env.spec.id)
     runtime = make_runtime(config, env, make_algorithm(config, env.spec))
     orders = [f"{kind}-{i}" for i, kind in enumerate(random.Random(0).choices(("raise", "kill", "hang"), k=failures))]
