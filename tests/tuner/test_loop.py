@@ -107,7 +107,7 @@ def test_every_trial_says_what_was_expected_of_it(tuned: tuner.TuneResult) -> No
 def test_what_trials_say_of_power_is_not_taken_for_seconds(tuned: tuner.TuneResult, tmp_path: Path) -> None:
     folder = TuneDir(tmp_path / "t")
     folder.create(tuned.start)
-    for trial in tuned.history:  # ten times the power that is expected
+    for trial in tuned.history:  # a kilowatt, far more than is expected
         folder.append(remeasured(trial, joules_per_env_step=1e3 * (trial.seconds or 0.0)))
     point = tuned.history[-1].changes
     with Progress(600.0, quiet=True) as progress:
