@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from trials import SMALL
 
+import tuner
 from predictor import Hardware, Workload
 from tuner.bridge import Config
 
@@ -125,3 +127,10 @@ def threaded(workload: Workload) -> Workload:
     """One like CartPole's by threads that meet at queues."""
     ones = dict.fromkeys(RUNTIME, 1.0)
     return dataclasses.replace(workload, **{**ones, "num_envs": 32.0, "loop_count": 8.0, "selfplay_workers": 2.0})
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuner.TuneResult:
+    """A whole tuning on a real environment, small; its folder is not to be changed: copy it."""
+    out = tmp_path_factory.mktemp("tuning") / "t"
+    return tuner.tune(SMALL, budget="10m", max_trials=2, out=out, burst=0.05, quiet=True)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trials import EXPECTED
+from trials import EXPECTED, SMALL, remeasured, resumed
 
 import tuner
 from predictor import Hardware, Measurement, Outcome, RuntimePredictor
-from tuner import loop
+from tuner import ending, loop
 from tuner.bridge import Config, UserError, concrete, get, load_config
 from tuner.goal import Goal
 from tuner.history import Trial, TuneDir
 from tuner.measuring.workload import describe
 from tuner.neighbourhood import space_around
+from tuner.reporting.progress import Progress
+from tuner.reporting.tables import print_tuning
 from tuner.result import TuneResult
 
 
@@ -152,3 +157,96 @@ def test_prices_stay_what_they_were_where_they_count(tmp_path: Path) -> None:
     folder.goal_file.write_text("[")
     with pytest.raises(UserError, match=r"goal\.json: is no goal; delete it"):
         folder.keep_goal(Goal().terms)
+
+
+def test_a_tuning_that_spent_its_budget_says_so_and_measures_nothing(tuned: tuner.TuneResult, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tuned.out, copy)
+    again = tuner.tune(SMALL, budget="10m", max_trials=2, out=copy, quiet=True)
+    assert (again.config, again.speedup, len(again.history)) == (tuned.config, tuned.speedup, len(tuned.history))
+
+
+def test_another_start_in_the_same_folder_is_refused(tuned: tuner.TuneResult) -> None:
+    with pytest.raises(UserError, match="another configuration"):
+        tuner.tune(Config.preset("gymnax:CartPole-v1"), budget="60s", out=tuned.out, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [({"effect": "exact"}, "with other --knobs"), ({"goal": Goal(money=1.0)}, "with --objective time, not cost")],
+)
+def test_other_knobs_or_another_objective_in_the_same_folder_are_refused(
+    tuned: tuner.TuneResult, asked: dict[str, Any], rule: str
+) -> None:
+    config = SMALL
+    with pytest.raises(UserError, match=rule) as caught:
+        tuner.tune(config, budget="10m", max_trials=2, out=tuned.out, quiet=True, **asked)
+    assert str(caught.value).endswith("or another --out")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trial_that_is_no_choice_any_more_is_told_of(tuned: tuner.TuneResult, tmp_path: Path) -> None:
+    """As of a machine with more cores, or of a version with other choices."""
+    copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
+    last = tuned.history[-1]
+    copy.append(dataclasses.replace(last, number=len(tuned.history), changes={**last.changes, "allocation.cores": 5}))
+    with pytest.raises(UserError, match=r"allocation\.cores = 5, which is no choice") as caught:
+        tuner.tune(SMALL, budget="10m", out=copy.path, quiet=True)
+    assert "\n" not in str(caught.value)
+
+
+class Interrupted(Progress):
+    """Ctrl-C comes when a tuning is gone on with."""
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        if text.startswith("continuing"):
+            raise KeyboardInterrupt
+
+
+def test_interrupted_a_tuning_that_is_gone_on_with_leaves_what_was_compared(
+    tuned: tuner.TuneResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
+    # One that looks a thousand times as fast, and was compared with nothing; at the start's level, which is not examined.
+    first, moved = tuned.history[0], {"runtime.loop_count": 1 if tuned.config.runtime.loop_count == 2 else 2}
+    config = Config.from_dict(first.config).replace(moved).to_dict()
+    made = {"number": len(tuned.history), "changes": {**first.changes, **moved}, "config": config}
+    faster = dataclasses.replace(first, id="another", role="annealed", **made)
+    copy.append(remeasured(faster, seconds_per_env_step=1e-9))
+    before = copy.result_file.read_text()
+    with Interrupted(600.0, quiet=False) as progress:
+        tuning = resumed(tuned, copy, progress)
+        assert tuning.ending.best(tuning.trials).id == "another"
+        assert tuning.ending.told(tuning.trials) is None, "its last trial was never compared"
+        assert tuning.ending.told(tuning.trials[:-1]) is not None
+        stopped = tuning.run()
+    assert (stopped.finished, stopped.config, len(stopped.history)) == (False, tuned.config, len(tuned.history) + 1)
+    assert load_config(copy.tuned_file) == tuned.config
+    assert copy.result_file.read_text() == before
+    assert "tuned.toml stays what the last comparison chose" in capsys.readouterr().err
+    assert print_tuning(stopped, "runs/t", as_json=True) == 130
+    said = capsys.readouterr()
+    assert json.loads(said.out)["finished"] is False
+    assert f"stopped; the best so far is in {stopped.out}/tuned.toml; the same command with --out runs/t" in said.err
+    copy.result_file.unlink()
+    with Interrupted(600.0, quiet=True) as progress:
+        first = resumed(tuned, copy, progress).run()
+    assert first.config == load_config(copy.tuned_file) != tuned.config, "where nothing was compared, the best so far"
+
+
+def test_ctrl_c_while_the_report_is_written_costs_no_comparison(
+    tuned: tuner.TuneResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
+    copy.report_file.unlink()
+    copy.tuned_file.unlink()  # killed before it was written
+    before = copy.result_file.read_text()
+    monkeypatch.setattr(ending, "write_report", interrupt)
+    with Progress(600.0, quiet=True) as progress, pytest.raises(KeyboardInterrupt):
+        resumed(tuned, copy, progress, max_trials=2).run()
+    assert load_config(copy.tuned_file) == tuned.config
+    assert copy.result_file.read_text() == before

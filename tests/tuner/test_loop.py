@@ -5,69 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trials import SMALL, remeasured, resumed
 
 import tuner
 from muzerox import Config, UserError
 from predictor import Measurement, Outcome, RuntimePredictor, hardware_rates
-from tuner import comparison, ending, loop
+from tuner import comparison, loop
 from tuner.bridge import load_config
 from tuner.comparison import MIN_GAIN
 from tuner.corrections import EVERY, ROLE
 from tuner.goal import Goal
-from tuner.history import Trial, TuneDir, share, shared_store
-from tuner.loop import _Tuning, trial_seconds
+from tuner.history import TuneDir, share, shared_store
+from tuner.loop import trial_seconds
 from tuner.measuring.fingerprint import fingerprint
 from tuner.measuring.workload import describe, host_step_seconds
 from tuner.neighbourhood import space_around
 from tuner.objective import NO_POINT, RESOURCE_PRICE, Limits, energy
 from tuner.proposer import COLDEST, RANDOM_EVERY, SWITCHED_EVERY, SWITCHED_FIRST, VARIED_EVERY, VARIED_FIRST, temperature_of
 from tuner.reporting.progress import Progress
-from tuner.reporting.tables import closing_rows, median_errors, print_tuning
+from tuner.reporting.tables import closing_rows, median_errors
 from tuner.residual import make_residual
-from tuner.task import Task
-
-TINY = {
-    "replay.min_size": 64,
-    "replay.capacity": 8192,
-    "runtime.num_envs": 8,
-    "runtime.loop_count": 1,
-    "train.batch_size": 16,
-    "search.num_simulations": 2,
-    "network.width": 8,
-    "network.depth": 1,
-    "train.unroll_steps": 1,
-    "train.td_steps": 4,
-}
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuner.TuneResult:
-    config = Config.preset("gymnax:CartPole-v1").replace(TINY)
-    out = tmp_path_factory.mktemp("tuning") / "t"
-    return tuner.tune(config, budget="10m", max_trials=2, out=out, burst=0.05, quiet=True)
-
-
-def resumed(tuned: tuner.TuneResult, folder: TuneDir, progress: Progress, **changes: Any) -> _Tuning:
-    """A tuning that goes on from what ``folder`` holds, with time left; ``changes`` to its task."""
-    space = space_around(tuned.start, "neutral", "cpu")
-    task = Task(
-        start=tuned.start, space=space, hardware=tuned.hardware, folder=folder, progress=progress, budget=600.0, burst=0.05
-    )
-    return _Tuning(dataclasses.replace(task, **changes), time.monotonic())
-
-
-def remeasured(trial: Trial, **changes: Any) -> Trial:
-    """A trial of which something else was measured."""
-    return dataclasses.replace(trial, measurement=dataclasses.replace(trial.measurement, **changes))
 
 
 def test_a_start_that_is_slow_is_not_what_a_trial_is_expected_to_take(tuned: tuner.TuneResult) -> None:
@@ -161,103 +125,10 @@ def test_the_report_tells_what_was_measured(tuned: tuner.TuneResult, tmp_path: P
         assert low < trial.predicted < high
     assert (f"{tuned.speedup:.2f}x as fast" if tuned.speedup != 1.0 else "the start stays") in text
     (copy / "report.html").unlink()  # killed before it was written
-    tuner.tune(Config.preset("gymnax:CartPole-v1").replace(TINY), budget="10m", max_trials=2, out=copy, quiet=True)
+    tuner.tune(SMALL, budget="10m", max_trials=2, out=copy, quiet=True)
     assert str(copy) in (copy / "report.html").read_text("utf-8")  # where it is now
     again = (copy / "report.html").read_text("utf-8")
     assert again.split("All trials")[1].split("</section>")[0] == text.split("All trials")[1].split("</section>")[0]
-
-
-def test_a_tuning_that_spent_its_budget_says_so_and_measures_nothing(tuned: tuner.TuneResult, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(tuned.out, copy)
-    again = tuner.tune(Config.preset("gymnax:CartPole-v1").replace(TINY), budget="10m", max_trials=2, out=copy, quiet=True)
-    assert (again.config, again.speedup, len(again.history)) == (tuned.config, tuned.speedup, len(tuned.history))
-
-
-def test_another_start_in_the_same_folder_is_refused(tuned: tuner.TuneResult) -> None:
-    with pytest.raises(UserError, match="another configuration"):
-        tuner.tune(Config.preset("gymnax:CartPole-v1"), budget="60s", out=tuned.out, quiet=True)
-
-
-@pytest.mark.parametrize(
-    ("asked", "rule"),
-    [({"effect": "exact"}, "with other --knobs"), ({"goal": Goal(money=1.0)}, "with --objective time, not cost")],
-)
-def test_other_knobs_or_another_objective_in_the_same_folder_are_refused(
-    tuned: tuner.TuneResult, asked: dict[str, Any], rule: str
-) -> None:
-    config = Config.preset("gymnax:CartPole-v1").replace(TINY)
-    with pytest.raises(UserError, match=rule) as caught:
-        tuner.tune(config, budget="10m", max_trials=2, out=tuned.out, quiet=True, **asked)
-    assert str(caught.value).endswith("or another --out")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_trial_that_is_no_choice_any_more_is_told_of(tuned: tuner.TuneResult, tmp_path: Path) -> None:
-    """As of a machine with more cores, or of a version with other choices."""
-    copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
-    last = tuned.history[-1]
-    copy.append(dataclasses.replace(last, number=len(tuned.history), changes={**last.changes, "allocation.cores": 5}))
-    with pytest.raises(UserError, match=r"allocation\.cores = 5, which is no choice") as caught:
-        tuner.tune(Config.preset("gymnax:CartPole-v1").replace(TINY), budget="10m", out=copy.path, quiet=True)
-    assert "\n" not in str(caught.value)
-
-
-class Interrupted(Progress):
-    """Ctrl-C comes when a tuning is gone on with."""
-
-    def say(self, text: str) -> None:
-        super().say(text)
-        if text.startswith("continuing"):
-            raise KeyboardInterrupt
-
-
-def test_interrupted_a_tuning_that_is_gone_on_with_leaves_what_was_compared(
-    tuned: tuner.TuneResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
-    # One that looks a thousand times as fast, and was compared with nothing; at the start's level, which is not examined.
-    first, moved = tuned.history[0], {"runtime.loop_count": 1 if tuned.config.runtime.loop_count == 2 else 2}
-    config = Config.from_dict(first.config).replace(moved).to_dict()
-    made = {"number": len(tuned.history), "changes": {**first.changes, **moved}, "config": config}
-    faster = dataclasses.replace(first, id="another", role="annealed", **made)
-    copy.append(remeasured(faster, seconds_per_env_step=1e-9))
-    before = copy.result_file.read_text()
-    with Interrupted(600.0, quiet=False) as progress:
-        tuning = resumed(tuned, copy, progress)
-        assert tuning.ending.best(tuning.trials).id == "another"
-        assert tuning.ending.told(tuning.trials) is None, "its last trial was never compared"
-        assert tuning.ending.told(tuning.trials[:-1]) is not None
-        stopped = tuning.run()
-    assert (stopped.finished, stopped.config, len(stopped.history)) == (False, tuned.config, len(tuned.history) + 1)
-    assert load_config(copy.tuned_file) == tuned.config
-    assert copy.result_file.read_text() == before
-    assert "tuned.toml stays what the last comparison chose" in capsys.readouterr().err
-    assert print_tuning(stopped, "runs/t", as_json=True) == 130
-    said = capsys.readouterr()
-    assert json.loads(said.out)["finished"] is False
-    assert f"stopped; the best so far is in {stopped.out}/tuned.toml; the same command with --out runs/t" in said.err
-    copy.result_file.unlink()
-    with Interrupted(600.0, quiet=True) as progress:
-        first = resumed(tuned, copy, progress).run()
-    assert first.config == load_config(copy.tuned_file) != tuned.config, "where nothing was compared, the best so far"
-
-
-def test_ctrl_c_while_the_report_is_written_costs_no_comparison(
-    tuned: tuner.TuneResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    copy = TuneDir(shutil.copytree(tuned.out, tmp_path / "t"))
-    copy.report_file.unlink()
-    copy.tuned_file.unlink()  # killed before it was written
-    before = copy.result_file.read_text()
-    monkeypatch.setattr(ending, "write_report", interrupt)
-    with Progress(600.0, quiet=True) as progress, pytest.raises(KeyboardInterrupt):
-        resumed(tuned, copy, progress, max_trials=2).run()
-    assert load_config(copy.tuned_file) == tuned.config
-    assert copy.result_file.read_text() == before
 
 
 def unmetered(measure: Callable[..., list[Measurement]]) -> Callable[..., list[Measurement]]:
@@ -334,7 +205,7 @@ def test_what_the_disk_refuses_is_said_in_one_line(
 
 
 def test_a_baseline_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
-    config = Config.preset("gymnax:CartPole-v1").replace({**TINY, "allocation.memory_gib": 0.3})
+    config = SMALL.replace("allocation.memory_gib", 0.3)
     with pytest.raises(UserError, match="out_of_memory") as caught:
         tuner.tune(config, budget="30s", out=tmp_path / "t", quiet=True)
     assert "\n" not in str(caught.value)
