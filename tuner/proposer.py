@@ -192,8 +192,33 @@ class Proposer:
     def propose(self, number: int) -> Point | None:
         """A point for trial ``number`` that was not measured: of least energy among the chains' best, or drawn at random.
 
-        None when every feasible point was.
+        At the loop count that is predicted to be fastest, where that is live: each program is measured once, and of what one
+        percent decides trials tell nothing. None when every feasible point was measured.
         """
+        point = self._chosen(number)
+        return None if point is None else self._dispatched_best(point)
+
+    def _dispatched_best(self, point: Point) -> Point:
+        """The same program at the loop count at which the predictor alone expects it to take least, where that is live."""
+        axis = self._live_loop_count()
+        if axis is None:
+            return point
+        points = self._at_every_loop_count(point, axis)
+        made = workloads(self.space.base, self.space.tables(), jnp.asarray(points))
+        return tuple(int(x) for x in points[int(np.argmin(np.asarray(self.predictor.log_seconds(made, self.hardware))))])
+
+    def _live_loop_count(self) -> int | None:
+        """Which knob updates a dispatch are, where they are an argument of the compiled program."""
+        live = [knob.path == "runtime.loop_count" and knob.cost == "live" for knob in self.space.knobs]
+        return live.index(True) if any(live) else None
+
+    def _at_every_loop_count(self, point: Point, axis: int) -> np.ndarray:
+        """Points int32 [O, D] that differ from ``point`` in nothing but the choice of knob ``axis``."""
+        points = np.tile(np.array(point, np.int32), (len(self.space.choices[axis]), 1))
+        points[:, axis] = np.arange(len(points))
+        return points
+
+    def _chosen(self, number: int) -> Point | None:
         key, role = jax.random.fold_in(self._key, number), self.role_of(number)
         if role == "random":
             points = np.asarray(jax.random.uniform(key, (_DRAWN, len(self.space.sizes))) * self.space.sizes[None, :], np.int32)
@@ -273,21 +298,17 @@ class Proposer:
     def further_loop_counts(self, point: Point) -> list[int]:
         """Other loop counts to be timed in the process that measures a point: the one expected to be best.
 
-        And in the first process of all the farthest off, which tells what dispatching costs. None where each is a program of its
-        own, or dispatching is expected to cost next to nothing: slow bursts are dear.
+        None where each is a program of its own, or the difference is expected to be next to nothing: slow bursts are dear. Of the
+        start it is timed even so, unless no loop count matters: what is tried after it has the best.
         """
-        live = [knob.path == "runtime.loop_count" and knob.cost == "live" for knob in self.space.knobs]
-        if not any(live):
+        axis = self._live_loop_count()
+        if axis is None:
             return []
-        axis = live.index(True)
         options, own = self.space.choices[axis], point[axis]
-        points = np.tile(np.array(point, np.int32), (len(options), 1))
-        points[:, axis] = np.arange(len(options))
+        points = self._at_every_loop_count(point, axis)
         expected = np.asarray(_energy(jnp.asarray(points), *self._arguments(curiosity=0.0)))
         if not np.isfinite(expected).all() or np.ptp(expected) < NOTHING:
             return []
         best = int(np.argmin(expected))
-        wanted = [best] if expected[own] - expected[best] > NOTHING else []
-        if not self._known:
-            wanted.append(max(range(len(options)), key=lambda i: abs(math.log(options[i] / options[own]))))
-        return [int(options[i]) for i in dict.fromkeys(wanted)]
+        matters = expected[own] - expected[best] > (NOTHING if self._known else 0.0)
+        return [int(options[best])] if matters else []

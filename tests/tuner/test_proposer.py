@@ -177,7 +177,9 @@ def test_a_choice_of_the_best_is_changed_alone(space: Space, machine: Hardware, 
     single = [tuple(1 - choice if axis == i else choice for axis, choice in enumerate(best)) for i in named]  # of two each
     for number in (SWITCHED_FIRST, SWITCHED_FIRST + SWITCHED_EVERY):
         assert proposer.role_of(number) == "switched"
-        point = proposer.propose(number)
+        proposed = proposer.propose(number)
+        assert proposed is not None
+        point = tuple(best[i] if live else choice for i, (live, choice) in enumerate(zip(_live(space), proposed, strict=True)))
         assert point in single
         energies = proposer.energies(np.array(single))
         assert proposer.energies(np.array([point]))[0] == pytest.approx(energies.min(), abs=1e-6)
@@ -237,9 +239,7 @@ def test_what_failed_is_never_the_best(space: Space, machine: Hardware, measured
 
 def test_a_process_times_the_loop_counts_that_may_matter(space: Space, machine: Hardware, measured: Measure) -> None:
     proposer = make(space, machine)
-    counts = proposer.further_loop_counts(space.start)
-    assert counts[-1] == 64  # the farthest off, and the best as well
-    assert set(counts) <= {4, 16, 64}
+    assert proposer.further_loop_counts(space.start) == [64]  # of the start the best, however little it gains
     proposer.learn([(space.start, measured(space.start))])
     other, slow = space.decode(space.start), space.decode(space.start)
     other |= {"runtime.loop_count": 64, "search.engine": "fused"}
@@ -251,6 +251,26 @@ def test_a_process_times_the_loop_counts_that_may_matter(space: Space, machine: 
     assert make(heavy, machine).further_loop_counts(heavy.start) == []
     threads = dataclasses.replace(space, knobs=tuple(dataclasses.replace(knob, cost="rebuild") for knob in space.knobs))
     assert make(threads, machine).further_loop_counts(threads.start) == []
+
+
+def test_what_is_proposed_has_the_loop_count_that_is_predicted_to_be_best(
+    space: Space, machine: Hardware, measured: Measure
+) -> None:
+    """Whatever luck has shown of others: of a program that is measured once, nothing tells a percent of dispatching."""
+    proposer = make(space, machine)
+    lucky = dataclasses.replace(measured(space.start), seconds_per_env_step=1e-6)
+    proposer.learn([(space.start, lucky)])
+    axis = [knob.path for knob in space.knobs].index("runtime.loop_count")
+    assert space.choices[axis][space.start[axis]] != 64, "or it is no test"
+    for number in (1, 4, 8, 20):  # annealed, varied, switched and random
+        point = proposer.propose(number)
+        assert point is not None
+        assert space.choices[axis][point[axis]] == 64
+    threads = dataclasses.replace(space, knobs=tuple(dataclasses.replace(knob, cost="rebuild") for knob in space.knobs))
+    proposer = make(threads, machine)
+    proposer.learn([(space.start, lucky)])
+    chosen = [space.choices[axis][(proposer.propose(number) or space.start)[axis]] for number in (1, 20)]
+    assert set(chosen) != {64}, "where it is a program of its own it is chosen like others"
 
 
 def test_chains_go_on_from_where_they_stood(space: Space, machine: Hardware, measured: Measure) -> None:
