@@ -137,9 +137,9 @@ def closing_rows(result: TuneResult) -> dict[str, Any]:
     if start is not None and ours is not None and start.batch_staleness is not None and ours.batch_staleness is not None:
         rows["age of targets"] = f"{ours.batch_staleness:.1f} updates; {start.batch_staleness:.1f} by default"
     allocation = result.config.allocation
-    rows["allocation"] = f"{allocation.cores} cores of {result.hardware.cores}"
+    rows["allocation"] = f"{allocation.cores} of {result.hardware.cores} cores"
     if allocation.memory_gib is not None:
-        rows["allocation"] += f", {allocation.memory_gib:g} GiB of {result.hardware.memory_bytes / 2**30:.0f}"
+        rows["allocation"] += f", {allocation.memory_gib:g} of {result.hardware.memory_bytes / 2**30:.0f} GiB"
     if allocation.device_memory is not None:
         rows["allocation"] += f", {allocation.device_memory:.1%} of the accelerator's memory"
     if result.balance is not None:
