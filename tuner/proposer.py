@@ -192,8 +192,8 @@ class Proposer:
     def propose(self, number: int) -> Point | None:
         """A point for trial ``number`` that was not measured: of least energy among the chains' best, or drawn at random.
 
-        At the loop count that is predicted to be fastest, where that is live: each program is measured once, and of what one
-        percent decides trials tell nothing. None when every feasible point was measured.
+        At the loop count that is predicted to be fastest, where that is live: each program is measured once, and a trial does not
+        tell the percent or two that dispatching costs. None when every feasible point was measured.
         """
         point = self._chosen(number)
         return None if point is None else self._dispatched_best(point)
@@ -219,6 +219,7 @@ class Proposer:
         return points
 
     def _chosen(self, number: int) -> Point | None:
+        """What is proposed, at whatever loop count."""
         key, role = jax.random.fold_in(self._key, number), self.role_of(number)
         if role == "random":
             points = np.asarray(jax.random.uniform(key, (_DRAWN, len(self.space.sizes))) * self.space.sizes[None, :], np.int32)
