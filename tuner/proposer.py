@@ -196,27 +196,21 @@ class Proposer:
         tell the percent or two that dispatching costs. None when every feasible point was measured.
         """
         point = self._chosen(number)
-        return None if point is None else self._dispatched_best(point)
+        loops = None if point is None else self._by_loop_count(point)
+        return point if loops is None else min(loops, key=lambda same: loops[same])
 
-    def _dispatched_best(self, point: Point) -> Point:
-        """The same program at the loop count at which the predictor alone expects it to take least, where that is live."""
-        axis = self._live_loop_count()
-        if axis is None:
-            return point
-        points = self._at_every_loop_count(point, axis)
-        made = workloads(self.space.base, self.space.tables(), jnp.asarray(points))
-        return tuple(int(x) for x in points[int(np.argmin(np.asarray(self.predictor.log_seconds(made, self.hardware))))])
+    def _by_loop_count(self, point: Point) -> dict[Point, float] | None:
+        """The same program at every loop count, with the log seconds an environment step that the predictor alone expects.
 
-    def _live_loop_count(self) -> int | None:
-        """Which knob updates a dispatch are, where they are an argument of the compiled program."""
+        None where updates a dispatch are no argument of a compiled program.
+        """
         live = [knob.path == "runtime.loop_count" and knob.cost == "live" for knob in self.space.knobs]
-        return live.index(True) if any(live) else None
-
-    def _at_every_loop_count(self, point: Point, axis: int) -> np.ndarray:
-        """Points int32 [O, D] that differ from ``point`` in nothing but the choice of knob ``axis``."""
-        points = np.tile(np.array(point, np.int32), (len(self.space.choices[axis]), 1))
-        points[:, axis] = np.arange(len(points))
-        return points
+        if not any(live):
+            return None
+        axis = live.index(True)
+        points = [(*point[:axis], choice, *point[axis + 1 :]) for choice in range(len(self.space.choices[axis]))]
+        made = workloads(self.space.base, self.space.tables(), jnp.array(points, jnp.int32))
+        return dict(zip(points, np.asarray(self.predictor.log_seconds(made, self.hardware)).tolist(), strict=True))
 
     def _chosen(self, number: int) -> Point | None:
         """What is proposed, at whatever loop count."""
@@ -297,19 +291,12 @@ class Proposer:
         return [known for known in self._known if not refused(known[0])] or self._known
 
     def further_loop_counts(self, point: Point) -> list[int]:
-        """Other loop counts to be timed in the process that measures a point: the one expected to be best.
+        """Other loop counts to be timed in the process that measures a point: the one predicted to be best, where it is another.
 
-        None where each is a program of its own, or the difference is expected to be next to nothing: slow bursts are dear. Of the
-        start it is timed even so, unless no loop count matters: what is tried after it has the best.
+        None where each is a program of its own, or hardly any difference is predicted between them: slow bursts are dear.
         """
-        axis = self._live_loop_count()
-        if axis is None:
+        loops = self._by_loop_count(point)
+        if loops is None or max(loops.values()) - min(loops.values()) < NOTHING:
             return []
-        options, own = self.space.choices[axis], point[axis]
-        points = self._at_every_loop_count(point, axis)
-        expected = np.asarray(_energy(jnp.asarray(points), *self._arguments(curiosity=0.0)))
-        if not np.isfinite(expected).all() or np.ptp(expected) < NOTHING:
-            return []
-        best = int(np.argmin(expected))
-        matters = expected[own] - expected[best] > (NOTHING if self._known else 0.0)
-        return [int(options[best])] if matters else []
+        best = min(loops, key=lambda same: loops[same])
+        return [] if best == point else [int(self.space.decode(best)["runtime.loop_count"])]
