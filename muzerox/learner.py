@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from muzerox import replay, returns
 from muzerox.config import Config
 from muzerox.parallel import averaged
+from muzerox.parts import averaged_over_parts
 from muzerox.precision import LossScale, adjust_loss_scale, make_loss_scale
 from muzerox.reanalyze import refresh_policy
 from muzerox.replay import ReplayState, Sample
@@ -144,7 +145,7 @@ def make_apply(
         grads, output = jax.grad(scaled_loss, has_aux=True)(params)
         return (grads, output.metrics), (output.loss, output.priority)
 
-    differentiate = averaged(mesh, of_rows)
+    differentiate = averaged(mesh, averaged_over_parts(algorithm.row_bytes, of_rows))
 
     def apply(learner: LearnerState, batch: Batch, targets: Targets) -> tuple[LearnerState, Applied]:
         scale = learner.loss_scale.scale

@@ -243,7 +243,11 @@ class RuntimeConfig(Section):
         high=100_000,
     )
     num_devices: int = knob(
-        1, "anakin: devices of the mesh that environments, replay and batches are split over", unit="devices", low=1, high=100_000
+        1,
+        "anakin: devices of the mesh that environments, replay and batches are split over; on a CPU each is a core",
+        unit="devices",
+        low=1,
+        high=100_000,
     )
     selfplay_workers: int = knob(2, "sebulba: threads that step num_envs environments each", unit="threads", low=1, high=4096)
     cpu_actors: int = knob(1, "sebulba: threads that sample the replay and prepare contexts", unit="threads", low=1, high=4096)

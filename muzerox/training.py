@@ -30,7 +30,7 @@ from muzerox.live import LiveKnobs
 from muzerox.precision import has_diverged, resolve
 from muzerox.report import Reporter, draw_return_curve
 from muzerox.run_dir import RunDir, write_atomically
-from muzerox.runtimes import deepenings_by_updates, make_runtime, resolve_kind
+from muzerox.runtimes import deepenings_by_updates, make_runtime, offer_cpu_devices, resolve_kind
 from muzerox.search import check_room
 from muzerox.timing import PhaseClock, PipelineTotals, portion, seconds_since_process_start
 from muzerox.types import Environment, HostEnvironment, Params, Skips
@@ -75,7 +75,7 @@ def train(config: Config, out: str | Path | None = None, *, quiet: bool = False)
       UserError: an environment, device or directory that cannot be used; nothing is written then.
       RunFailed: training diverged.
     """
-    with allocation.applied(config.allocation):
+    with _allocated(config):
         config = config.replace({f"precision.{k}": v for k, v in dataclasses.asdict(resolve(config.precision)).items()})
         run = RunDir(out) if out is not None else RunDir.default(config)
         run.check_new()  # before anything is compiled; create() checks again when the rest is known to be right
@@ -109,8 +109,16 @@ def resume(path: str | Path, *, changes: Mapping[str, Any] | None = None, quiet:
         if name not in RESUMABLE:
             raise ConfigError(name, None, f"cannot change when a run is resumed; what can: {', '.join(RESUMABLE)}")
     config = config.replace(changes or {})
-    with allocation.applied(config.allocation):
+    with _allocated(config):
         return _Session(config, run, run.last_saved()).go(quiet=quiet, changed=bool(changes))
+
+
+@contextmanager
+def _allocated(config: Config) -> Iterator[None]:
+    """Inside a block this process keeps to its allocation; if JAX starts there, it has the devices that are asked for."""
+    with allocation.applied(config.allocation):
+        offer_cpu_devices(config.runtime.num_devices)
+        yield
 
 
 class _Session:

@@ -156,6 +156,7 @@ class Algorithm(NamedTuple):
     value(params, observation [B, ...]) -> [B] float32, the network's own value
     targets(params, batch) -> Targets
     loss(params, batch, targets) -> LossOutput
+    row_bytes: of the largest array that networks make of a row, where rows are best learnt from few at a time; else 0
     """
 
     init: Callable[[jax.Array], Params]
@@ -163,6 +164,7 @@ class Algorithm(NamedTuple):
     value: Callable[[Params, jax.Array], jax.Array]
     targets: Callable[[Params, Batch], Targets]
     loss: Callable[[Params, Batch, Targets], LossOutput]
+    row_bytes: int = 0
 
 
 class Skips(struct.PyTreeNode):

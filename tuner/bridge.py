@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from muzerox.envs import in_process
     from muzerox.networks import make_model
     from muzerox.precision import POLICIES, has_diverged, resolve
-    from muzerox.runtimes import make_runtime, resolve_kind
+    from muzerox.runtimes import make_runtime, offer_cpu_devices, resolve_kind
     from muzerox.runtimes.sebulba.pipeline import make_window
     from muzerox.search import ENGINES
     from muzerox.timing import PipelineTotals, portion
@@ -94,6 +94,7 @@ __all__ = [
     "make_window",
     "measure_drift",
     "no_energy",
+    "offer_cpu_devices",
     "parse_assignment",
     "portion",
     "print_table",
@@ -118,7 +119,7 @@ _WITH_JAX = {
     "muzerox.envs": ["in_process"],
     "muzerox.networks": ["make_model"],
     "muzerox.precision": ["POLICIES", "has_diverged", "resolve"],
-    "muzerox.runtimes": ["make_runtime", "resolve_kind"],
+    "muzerox.runtimes": ["make_runtime", "offer_cpu_devices", "resolve_kind"],
     "muzerox.runtimes.sebulba.pipeline": ["make_window"],
     "muzerox.search": ["ENGINES"],
     "muzerox.timing": ["PipelineTotals", "portion"],

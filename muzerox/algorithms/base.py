@@ -6,8 +6,6 @@ Variants differ in the search they plug in. Schrittwieser et al., arXiv:1911.082
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ import optax
 from muzerox import transforms
 from muzerox.config import Config
 from muzerox.networks import make_model
+from muzerox.parts import by_parts, join_rows, split_rows
 from muzerox.precision import POLICIES, cast, pack, resolve, unpack
 from muzerox.search import Search
 from muzerox.types import Algorithm, Batch, Decision, EnvSpec, LossOutput, Params, Targets
@@ -60,8 +59,7 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
             key, (observation, legal) = x
             return search_roots(key, params, observation, legal, explore)
 
-        split, join = _in_parts(parts)
-        return join(jax.lax.map(part, (jax.random.split(key, parts), split((observation, legal)))))
+        return join_rows(jax.lax.map(part, (jax.random.split(key, parts), split_rows((observation, legal), parts))))
 
     def search_roots(key: jax.Array, params: Params, observation: jax.Array, legal: jax.Array | None, explore: bool) -> Decision:
         hidden = model.represent(params, observation)
@@ -78,7 +76,7 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
         assert batch.bootstrap_observation is not None
         positions = batch.bootstrap_weight.shape
         flat = batch.bootstrap_observation.reshape((-1, *batch.bootstrap_observation.shape[2:]))
-        bootstrap = value(params, flat).reshape(positions)
+        bootstrap = by_parts(model.row_bytes, lambda part: value(params, part), flat).reshape(positions)
         target = jnp.where(batch.absorbing, 0.0, batch.partial_return + batch.bootstrap_weight * bootstrap)
         known = ~batch.unknown
         return Targets(
@@ -136,19 +134,7 @@ def make_family(config: Config, spec: EnvSpec, search: Search) -> Algorithm:
         }
         return LossOutput(loss=total, priority=jnp.abs(prediction - targets.value[:, 0]), metrics=metrics)
 
-    return Algorithm(init=model.init, act=act, value=value, targets=targets, loss=loss)
-
-
-def _in_parts(parts: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Leaves [B, ...] to [parts, B / parts, ...], and back."""
-
-    def split(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape((parts, -1, *x.shape[1:])), tree)
-
-    def join(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), tree)
-
-    return split, join
+    return Algorithm(init=model.init, act=act, value=value, targets=targets, loss=loss, row_bytes=model.row_bytes)
 
 
 def _rows(x: jax.Array) -> jax.Array:

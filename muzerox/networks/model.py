@@ -17,6 +17,8 @@ from muzerox.networks.torso import MLP, Downsample, ResNet, flatten, from_bytes,
 from muzerox.precision import Policy
 from muzerox.types import EnvSpec, Params
 
+_NEIGHBOURS = 9  # of a cell in a 3x3 convolution, itself counted
+
 
 class Model(NamedTuple):
     """The three networks as pure functions. Outputs are float32 at every precision level.
@@ -27,6 +29,7 @@ class Model(NamedTuple):
     advance(params, hidden, action [B] int32) -> hidden, features [B, ...] of the step
     reward(params, features) -> reward logits [B, bins]
     predict(params, hidden) -> policy logits [B, A], value logits [B, bins]
+    row_bytes: of the largest array that a convolution makes of a row, the neighbours of every cell; 0 where there is none
     """
 
     init: Callable[[jax.Array], Params]
@@ -35,6 +38,7 @@ class Model(NamedTuple):
     advance: Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     reward: Callable[[Params, jax.Array], jax.Array]
     predict: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]
+    row_bytes: int
 
 
 class VectorNetworks(nnx.Module):
@@ -84,6 +88,7 @@ class GridNetworks(nnx.Module):
         width, depth, bins = config.width, config.depth, config.num_bins
         self.smaller = Downsample(channels, width, height, wide, dtype=dtype, rngs=rngs)
         height, wide = self.smaller.height, self.smaller.width
+        self.cells = height * wide  # of the hidden state
         self.representation = ResNet(self.smaller.outputs, width, depth, dtype=dtype, rngs=rngs)
         # A learnt plane an action: where a move lands on the board is not known to an adapter, so it is learnt.
         self.action_in = Embed(
@@ -144,7 +149,9 @@ def make_model(config: NetworkConfig, spec: EnvSpec, policy: Policy) -> Model:
         return networks(config, spec, dtype=policy.compute, rngs=nnx.Rngs(key))
 
     # Only the structure is needed here: nothing is computed or allocated.
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: build(jax.random.key(0))))
+    structure = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    graphdef, _ = nnx.split(structure)
+    row_bytes = 4 * _NEIGHBOURS * config.width * structure.cells if isinstance(structure, GridNetworks) else 0
 
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(build(key)))
@@ -165,4 +172,4 @@ def make_model(config: NetworkConfig, spec: EnvSpec, policy: Policy) -> Model:
     def predict(params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         return nnx.merge(graphdef, params).predict(hidden)
 
-    return Model(init, represent, dynamics, advance, reward, predict)
+    return Model(init, represent, dynamics, advance, reward, predict, row_bytes)

@@ -5,6 +5,7 @@ from types import ModuleType
 from muzerox.config import Config
 from muzerox.errors import ConfigError
 from muzerox.runtimes import anakin, sebulba
+from muzerox.runtimes.placement import offer_cpu_devices
 from muzerox.types import Algorithm, Environment, HostEnvironment, Runtime
 
 # Each with ``build(config, env, algorithm) -> Runtime`` and ``updates_at(config, env_steps) -> int``.
@@ -33,4 +34,4 @@ def deepenings_by_updates(config: Config) -> tuple[tuple[int, int], ...]:
     return tuple((at(config, env_steps) if env_steps else 0, count) for env_steps, count in config.deepenings)
 
 
-__all__ = ["RUNTIMES", "deepenings_by_updates", "make_runtime", "resolve_kind"]
+__all__ = ["RUNTIMES", "deepenings_by_updates", "make_runtime", "offer_cpu_devices", "resolve_kind"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -21,11 +22,28 @@ from muzerox.sections import RuntimeConfig
 log = logging.getLogger("muzerox.placement")
 
 
+def offer_cpu_devices(count: int) -> None:
+    """Has JAX make ``count`` CPU devices when it starts, if there are as many cores: a core each, as far as it is busy.
+
+    Does nothing once JAX has started, or where ``XLA_FLAGS`` says how many: :func:`make_mesh` tells what is missing then. On
+    accelerators those that are made are not used.
+    """
+    if not 1 < count <= len(available_cores()) or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    with contextlib.suppress(RuntimeError):  # it has started
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def make_mesh(num_devices: int) -> Mesh:
     """A mesh of the first ``num_devices`` devices. Raises ConfigError when there are fewer."""
     devices = jax.devices()
-    if num_devices > len(devices):
-        raise ConfigError("runtime.num_devices", num_devices, f"this machine has {len(devices)}", len(devices))
+    there, cores = len(devices), len(available_cores()) if devices[0].platform == "cpu" else 0
+    if there < num_devices <= cores:
+        rule = f"JAX has started with {there}; jax.config.update('jax_num_cpu_devices', {num_devices}) has to come first"
+        raise ConfigError("runtime.num_devices", num_devices, rule, there)
+    if num_devices > there:
+        most = max(there, cores)
+        raise ConfigError("runtime.num_devices", num_devices, f"this machine has {most}", most)
     return Mesh(devices[:num_devices], (AXIS,))
 
 

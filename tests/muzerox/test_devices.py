@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+
+from muzerox.runtimes import placement
 
 SEBULBA = """
 from toys import counting_env
@@ -110,3 +113,44 @@ def test_anakin_on_eight_devices_learns_what_it_learns_on_one_in_eight_parts(
         assert a["env_steps"] == b["env_steps"]
         for name in ("loss", "policy_loss", "value_loss", "reward_loss", "grad_norm"):
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name
+
+
+STARTED = """
+import jax
+from muzerox.errors import ConfigError
+from muzerox.runtimes.placement import make_mesh, offer_cpu_devices
+
+found = []
+for count in (len(os.sched_getaffinity(0)) + 1, 2, 1):
+    offer_cpu_devices(count)
+found.append(len(jax.devices()))
+offer_cpu_devices(3)  # JAX has started
+try:
+    make_mesh(3)
+except ConfigError as error:
+    found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a core")
+def test_a_cpu_gives_a_device_a_core_if_it_is_asked_before_jax_starts() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    code = f"import json, os\n{STARTED}"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    devices, error = json.loads(process.stdout)
+    assert devices == 2  # neither more than there are cores, nor one
+    expected = "this machine has 2" if len(os.sched_getaffinity(0)) == 2 else "JAX has started with 2"
+    assert "runtime.num_devices = 3" in error
+    assert expected in error
+
+
+def test_devices_that_xla_was_told_of_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(jax.config, "update", lambda *change: asked.append(change))
+    monkeypatch.setattr(placement, "available_cores", lambda: [0, 1, 2, 3])
+    placement.offer_cpu_devices(2)  # conftest.py has told XLA
+    assert asked == []
+    monkeypatch.delenv("XLA_FLAGS")
+    placement.offer_cpu_devices(2)
+    assert asked == [("jax_num_cpu_devices", 2)]

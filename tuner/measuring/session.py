@@ -24,6 +24,7 @@ from tuner.bridge import (
     make_env,
     make_runtime,
     make_window,
+    offer_cpu_devices,
     portion,
     resolve,
     resolve_kind,
@@ -51,6 +52,7 @@ class Session:
 
     def __init__(self, config: Config, lent: Sequence[int] = ()):
         enable_cache()
+        offer_cpu_devices(config.runtime.num_devices)
         with cache_use() as from_cache:
             self._start(config, lent)
             self.from_cache = from_cache()
