@@ -29,14 +29,19 @@ def join_rows(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), tree)
 
 
+def cached_rows(row_bytes: int) -> int:
+    """Rows of which a core's cache holds an array of ``row_bytes`` each, one at the least; 0 where rows have none (0)."""
+    return max(1, _CACHED_BYTES // row_bytes) if row_bytes else 0
+
+
 def rows_at_once(count: int, row_bytes: int) -> int:
     """How many of ``count`` rows to take at once where each makes an array of ``row_bytes``: ``count``, halved while it is even
     and too large for a core's cache. All of them where rows are small (0), and on devices of several cores or none: what goes
     one after the other is not shared, which costs a training more than it gains.
     """
-    if not row_bytes or jax.default_backend() != "cpu" or len(available_cores()) > jax.local_device_count():
+    most = cached_rows(row_bytes)
+    if not most or jax.default_backend() != "cpu" or len(available_cores()) > jax.local_device_count():
         return count
-    most = max(1, _CACHED_BYTES // row_bytes)
     while count > most and count % 2 == 0:
         count //= 2
     return count

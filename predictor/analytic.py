@@ -99,6 +99,8 @@ _TREES = (
 _MORE_ACTIONS = 16.0
 _LARGE_BYTES = 2e6  # of the arrays a layer makes, from where on cores share the work on them
 _LARGE_FLOPS = 1e7  # likewise, of a layer's product
+_FAR_BYTES = 6e6  # of what a convolution moves a layer, from where on a learner's gradient finds little of it in caches
+_FARTHER = 0.3  # more and less than half-way there
 _AT_ONCE = 0.6  # of the networks' operations, where our own loop makes two simulations side by side
 _MOST_CONSIDERED = 16.0  # actions at the root, by default
 
@@ -262,6 +264,22 @@ def _faster_when_large(w: Workload, passes: _Passes, rows: Value, hardware: Rate
     return 1.0 + hardware.on_host * others * size / (size + _LARGE_BYTES)
 
 
+def learnt_at_once(w: Workload, hardware: Rates) -> Value:
+    """Rows whose gradient is taken at once, [...]: as many as caches hold where a device has no more than a core, or all."""
+    alone = (hardware.on_host > 0.0) & (jnp.asarray(w.cores) <= jnp.asarray(w.num_devices))
+    return jnp.where(alone & (jnp.asarray(w.cached_rows) > 0.0), jnp.minimum(w.cached_rows, w.batch_size), w.batch_size)
+
+
+def _out_of_cache(w: Workload, hardware: Rates) -> Value:
+    """Times longer that a learner's arrays take where convolutions move much of them, relative to half-way out of the caches.
+
+    On one core of a Xeon a row of connect_four's takes 0.53 ms of a gradient in batches of 16 to 64 and 1.0 ms in those of 256.
+    """
+    size = (4.0 * w.dynamics_moved / w.dynamics_layers * learnt_at_once(w, hardware) / _FAR_BYTES) ** 2
+    convolutional = (hardware.on_host > 0.0) & (jnp.asarray(w.dynamics_moved) > w.dynamics_elements)
+    return jnp.where(convolutional, 1.0 + _FARTHER * (size - 1.0) / (size + 1.0), 1.0)
+
+
 def shared_products(w: Workload, rows: Value) -> Value:
     """How far cores share a layer's product of so many rows, 0 (one does it all) to 1, [...]: small ones are not worth it.
 
@@ -336,7 +354,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
     again_searches = jnp.where(jnp.asarray(w.reanalyze_fraction) > 0.0, updates, 0.0)  # a step
     again = _search_cost(w, passes, again_roots, hardware)
     simulated = jnp.where(jnp.asarray(w.host_step_seconds) > 0.0, 0.0, 1.0)  # by a program
-    learner_moved = moving(4.0 * _ACTIVATION_PASSES * activations, w.batch_size)
+    learner_moved = moving(4.0 * _ACTIVATION_PASSES * activations, w.batch_size) * _out_of_cache(w, hardware)
     sequences = w.replay_ratio * sequence_bytes(w) * (1.0 + w.replay_on_host)
     asked = (_PROGRAM_DISPATCHES + threaded * _PUBLISHED_DISPATCHES) / w.loop_count + threaded * _BATCH_DISPATCHES
     rows_asked = _ROW_DISPATCHES + _SIMULATED_DISPATCHES * simulated + _PROCESS_DISPATCHES * w.step_in_process
@@ -357,7 +375,7 @@ def stages(workload: Workload, hardware: Rates) -> jax.Array:
         "reanalysis_operations": again_searches * (again.network_operations + again.tree_operations) * operation,
         "reanalysis_tree_bytes": again_a_step * again.statistic_bytes / copy,
         "environment": simulated * (_ENVIRONMENT_OPERATIONS * operation / w.num_envs + 4.0 * w.observation_bytes / copy),
-        "dispatch": updates * asked * dispatch,
+        "dispatch": updates * asked * hardware.dispatch_seconds,  # as long on one core: programs with two loop counts tell
         "host_steps": threaded * w.host_step_seconds,
         "host_rows": threaded * rows_asked * dispatch / w.num_envs,
         "contexts": threaded * updates * (_CONTEXT_DISPATCHES * dispatch + priority_bytes / copy),

@@ -288,7 +288,7 @@ def _machines(measurements: Sequence[Measurement]) -> np.ndarray:
 
 
 _COUNTED = {f"{part}_{what}": 0.0 for part in ("represent", "dynamics", "predict") for what in ("elements", "moved")}
-_ALIKE = _COUNTED | {"loop_count": 1.0, "host_step_seconds": 0.0, "memory_bytes": 0.0, "device_share": 1.0}
+_ALIKE = _COUNTED | {"loop_count": 1.0, "host_step_seconds": 0.0, "memory_bytes": 0.0, "device_share": 1.0, "cached_rows": 0.0}
 
 
 def program(workload: Workload) -> Workload:

@@ -202,6 +202,8 @@ class Workload(_Record):
     num_devices: float  # that one program is split over
     memory_bytes: float  # of the host's, that the process may hold; 0: no less than there is
     device_share: float  # of an accelerator's memory, that the process may hold; 1: all there is
+    # Rows of a batch that are learnt from at once on a CPU's device of one core, where a convolution makes much of each; 0: all.
+    cached_rows: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -128,6 +128,7 @@ def draw_pipelines(seed: int, count: int) -> Synthetic:
         "num_devices": np.where((threads > 0) | (on_host > 0), 1.0, devices),
         "memory_bytes": np.zeros(count),
         "device_share": np.ones(count),
+        "cached_rows": np.zeros(count),
     }
     return Synthetic(
         Workload(**{name: value.astype(np.float32) for name, value in fields.items()}),

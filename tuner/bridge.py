@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from muzerox.drift import REFERENCE, measure_drift
     from muzerox.envs import in_process
     from muzerox.networks import make_model
+    from muzerox.parts import cached_rows
     from muzerox.precision import POLICIES, has_diverged, resolve
     from muzerox.runtimes import make_runtime, offer_cpu_devices, resolve_kind
     from muzerox.runtimes.sebulba.pipeline import make_window
@@ -72,6 +73,7 @@ __all__ = [
     "bounded_num_envs",
     "bounded_staleness",
     "cache_use",
+    "cached_rows",
     "can_change_live",
     "compiler_options",
     "concrete",
@@ -118,6 +120,7 @@ _WITH_JAX = {
     "muzerox.drift": ["REFERENCE", "measure_drift"],
     "muzerox.envs": ["in_process"],
     "muzerox.networks": ["make_model"],
+    "muzerox.parts": ["cached_rows"],
     "muzerox.precision": ["POLICIES", "has_diverged", "resolve"],
     "muzerox.runtimes": ["make_runtime", "offer_cpu_devices", "resolve_kind"],
     "muzerox.runtimes.sebulba.pipeline": ["make_window"],

@@ -168,12 +168,37 @@ def test_a_batch_is_its_workloads_one_by_one(family: Callable[[int, int], list[W
 
 def test_one_core_hands_no_small_operation_to_another(make_workload: Make, hardware: Hardware) -> None:
     one, two = (seconds(make_workload(cores=cores), hardware) for cores in (1.0, 2.0))
-    for name in ("acting_operations", "tree_operations", "learner_operations", "dispatch"):
+    for name in ("acting_operations", "tree_operations", "learner_operations"):
         assert one[name] == pytest.approx((1 - HANDED) * two[name]), name
     assert one["acting_bytes"] == pytest.approx(faster_when_large(2_300 + 64, 64, cores=2) * two["acting_bytes"])
     assert one["tree_bytes"] == two["tree_bytes"]
+    assert one["dispatch"] == two["dispatch"]
     gpu = dataclasses.replace(hardware, platform="gpu")
     assert seconds(make_workload(cores=1.0), gpu)["acting_operations"] == pytest.approx(two["acting_operations"])
+
+
+def test_a_learner_of_boards_takes_longer_where_its_arrays_leave_the_caches(make_workload: Make, hardware: Hardware) -> None:
+    """By what a convolution moves of all rows that are learnt from at once, which are few on a device of one core."""
+
+    def taken(batch: float, moved: float = 4e4, machine: Hardware = hardware, **changes: float) -> float:
+        w = make_workload(dynamics_moved=moved, batch_size=batch, cores=1.0, **changes)
+        return seconds(w, machine)["learner_bytes"]
+
+    layers = make_workload().dynamics_layers
+    half_way = 6e6 / (4.0 * 4e4 / layers)  # rows
+    # A step's share of an update does not depend on the batch otherwise.
+    least, between, most = (taken(rows) for rows in (1.0, half_way, 1e6))
+    assert [least / between, most / between] == pytest.approx([0.7, 1.3], rel=1e-3)
+    assert taken(1e6, cached_rows=half_way) == pytest.approx(between)
+    assert taken(1.0, cached_rows=half_way) == pytest.approx(least)
+    assert taken(1e6, sebulba=1.0, cached_rows=half_way) == pytest.approx(between)
+    shared = make_workload(dynamics_moved=4e4, batch_size=1e6, cores=2.0)  # by cores, which take all rows at once
+    few = dataclasses.replace(shared, cached_rows=half_way)
+    assert seconds(few, hardware)["learner_bytes"] == seconds(shared, hardware)["learner_bytes"]
+    dense = 64.0  # a hidden state, looked up
+    assert taken(1e6, dense) == pytest.approx(taken(1.0, dense))
+    gpu = dataclasses.replace(hardware, platform="gpu")
+    assert taken(1e6, machine=gpu) == pytest.approx(taken(1.0, machine=gpu))
 
 
 def test_sixteen_bits_are_widened_to_be_moved_on_a_processor_alone(make_workload: Make, hardware: Hardware) -> None:

@@ -166,7 +166,7 @@ def test_every_quantity_of_a_workload_can_change_the_output(
     """Under one program, of vectors or images, or with threads: each has what the others do not."""
     fields = [field.name for field in dataclasses.fields(Workload)]
     most = np.zeros(len(fields))
-    images = {"represent_moved": 2e4, "dynamics_moved": 2e4, "predict_moved": 2e4}
+    images = {"represent_moved": 2e4, "dynamics_moved": 2e5, "predict_moved": 2e4, "cores": 1.0, "cached_rows": 8.0}
     for make, changes in ((make_workload, {}), (make_workload, images), (make_threaded, {})):
         base = make(reanalyze_fraction=0.25, **changes)
         candidates = [base, *(changed(base, field) for field in fields)]

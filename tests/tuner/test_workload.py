@@ -69,6 +69,12 @@ def test_a_row_holds_the_observations_that_the_ring_keeps(env: str, kind: str, o
     assert float(row_bytes(workload)) == pytest.approx(stored_row(config), abs=20.0)  # what is small is not counted one by one
 
 
+@pytest.mark.parametrize(("env", "rows"), [("pgx:connect_four", 43), ("gymnax:CartPole-v1", 0)])
+def test_rows_that_a_core_learns_from_at_once_are_told(env: str, rows: int) -> None:
+    """A row of connect_four's makes 9 neighbours of 42 cells of 16 channels, 24,192 bytes."""
+    assert describe(concrete(Config.preset(env), "cpu")).cached_rows == rows
+
+
 def test_a_share_of_an_accelerators_memory_is_told() -> None:
     config = concrete(Config.preset("gymnax:CartPole-v1"), "gpu")
     assert describe(config).device_share == 1.0

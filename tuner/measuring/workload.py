@@ -28,6 +28,7 @@ from tuner.bridge import (
     NetworkConfig,
     RunFailed,
     available_cores,
+    cached_rows,
     environment,
     home,
     in_process,
@@ -133,6 +134,7 @@ def _describe_networks(env_id: str, network: NetworkConfig, level: str) -> dict[
         **{f"{name}_elements": of_two[name].elements - cost.elements for name, cost in costs.items()},
         **{f"{name}_moved": of_two[name].moved - cost.moved for name, cost in costs.items()},
         "hidden_size": float(math.prod(shapes_of(1)[1].shape)),
+        "cached_rows": float(cached_rows(model.row_bytes)),
     }
 
 
