@@ -191,7 +191,7 @@ def test_a_learner_of_boards_takes_longer_where_its_arrays_leave_the_caches(make
     assert [least / between, most / between] == pytest.approx([0.7, 1.3], rel=1e-3)
     assert taken(1e6, cached_rows=half_way) == pytest.approx(between)
     assert taken(1.0, cached_rows=half_way) == pytest.approx(least)
-    assert taken(1e6, sebulba=1.0, cached_rows=half_way) == pytest.approx(between)
+    assert taken(1e6, sebulba=1.0, learning_devices=1.0, cached_rows=half_way) == pytest.approx(between)
     shared = make_workload(dynamics_moved=4e4, batch_size=1e6, cores=2.0)  # by cores, which take all rows at once
     few = dataclasses.replace(shared, cached_rows=half_way)
     assert seconds(few, hardware)["learner_bytes"] == seconds(shared, hardware)["learner_bytes"]
