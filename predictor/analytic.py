@@ -254,13 +254,19 @@ def _search_cost(w: Workload, passes: _Passes, roots: Value, hardware: Rates) ->
     )
 
 
+def _cores_of_a_device(w: Workload, hardware: Rates) -> Value:
+    """Cores that a device has, [...]: on a CPU, those of the process are shared out among its devices."""
+    cores = jnp.maximum(jnp.asarray(w.cores), 1.0)
+    return jnp.where(hardware.on_host > 0.0, jnp.maximum(cores / w.num_devices, 1.0), cores)
+
+
 def _faster_when_large(w: Workload, passes: _Passes, rows: Value, hardware: Rates) -> Value:
     """Times faster that cores go through arrays of so many rows together: small arrays are not worth sharing.
 
     The cores of threads that meet at queues are counted where these meet.
     """
     size = 4.0 * passes.dynamics / w.dynamics_layers * rows
-    others = (1.0 - jnp.asarray(w.sebulba)) * (jnp.maximum(jnp.asarray(w.cores), 1.0) - 1.0)
+    others = (1.0 - jnp.asarray(w.sebulba)) * (_cores_of_a_device(w, hardware) - 1.0)
     return 1.0 + hardware.on_host * others * size / (size + _LARGE_BYTES)
 
 
@@ -292,7 +298,8 @@ def shared_products(w: Workload, rows: Value) -> Value:
 
 def matmul_rate(w: Workload, hardware: Rates, shared: Value = 1.0) -> Value:
     """Operations a second of matrix products in a workload's precision, on its devices and, as far as ``shared``, its cores."""
-    share = shared * jnp.clip((w.cores - 1.0) / jnp.maximum(hardware.cores - 1.0, 1.0), 0.0, 1.0)
+    own = _cores_of_a_device(w, hardware)
+    share = shared * jnp.clip((own - 1.0) / jnp.maximum(hardware.cores - 1.0, 1.0), 0.0, 1.0)
     rate = hardware.one_core_flops + share * (hardware.float32_flops - hardware.one_core_flops)
     faster = jnp.where(jnp.asarray(w.compute_bits) <= 16.0, hardware.bfloat16_flops / hardware.float32_flops, 1.0)
     return rate * faster * w.num_devices
