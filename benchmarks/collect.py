@@ -159,7 +159,8 @@ def measured_again(rows: Sequence[dict[str, Any]], times: int) -> Iterator[Point
 def describe_again(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
     """The rows of an older schema in today's: their workloads are counted anew from their configurations.
 
-    What was measured stays, the seconds of a step of an environment on the host among it.
+    What was measured stays, and what is of the code that was: the seconds of a step of an environment on the host, and how many
+    rows were learnt from at a time.
     """
     from rich.progress import track
 
@@ -172,8 +173,8 @@ def describe_again(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any
         if old["schema"] == SCHEMA:
             continue
         workload = describe(Config.from_dict(row["config"]))
-        host_step_seconds = old["workload"]["host_step_seconds"]
-        old["workload"] = dataclasses.replace(workload, host_step_seconds=host_step_seconds).to_dict()
+        kept = {"host_step_seconds": old["workload"]["host_step_seconds"], "cached_rows": old["workload"].get("cached_rows", 0.0)}
+        old["workload"] = dataclasses.replace(workload, **kept).to_dict()
         old["schema"] = SCHEMA
     part = file.with_suffix(".part")
     part.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from muzerox.allocation import available_cores
 
-# Of neighbours: what was fastest, or within 15% of it, for five convolutional networks (docs/running.md); a core's cache of the
+# Of neighbours: what was fastest, or within 15% of it, for five convolutional networks (docs/search.md); a core's cache of the
 # second level has 1 to 2 MiB.
 _CACHED_BYTES = 1 << 20
 
