@@ -29,7 +29,7 @@ from muzerox.learner import read_batch
 from muzerox.networks import make_model
 from muzerox.precision import POLICIES, cast, make_loss_scale, pack, resolve, unpack
 from muzerox.replay import Sample
-from muzerox.runtimes import make_runtime, resolve_kind
+from muzerox.runtimes import make_runtime, offer_cpu_devices, resolve_kind
 from muzerox.types import Batch, EnvSpec, Params, Runtime, Targets, Transition
 
 REFERENCE = "O0"
@@ -285,6 +285,7 @@ def measure_drift(
     Raises:
       ConfigError, RunFailed: as training does.
     """
+    offer_cpu_devices(config.runtime.num_devices)
     config = config.replace({f"precision.{k}": v for k, v in vars(resolve(config.precision)).items()})
     key = jax.random.fold_in(jax.random.key(config.seed), 2)
 
